@@ -1,0 +1,113 @@
+"""The whole configuration of `megarl train` and of `megarl sft`, and what only holds between sections."""
+
+from pydantic import SerializeAsAny, model_validator
+
+from megarl.config.actor import ActorConfig, RefConfig
+from megarl.config.algorithm import AlgorithmConfig
+from megarl.config.base import Section, key
+from megarl.config.data import DataConfig, SFTDataConfig
+from megarl.config.model import ModelConfig, OptimConfig
+from megarl.config.parallel import ParallelConfig
+from megarl.config.rollout import RewardConfig, RolloutConfig, SyncConfig
+from megarl.config.trainer import TrainerConfig
+
+
+def _world_size(trainer: TrainerConfig, parallel: ParallelConfig) -> int:
+    per_node = trainer.n_gpus_per_node or parallel.tensor_model_parallel_size
+    world, tp = per_node * trainer.nnodes, parallel.tensor_model_parallel_size
+    if world % tp:
+        raise ValueError(
+            f"parallel.tensor_model_parallel_size={tp} does not divide the {world} trainer processes "
+            f"(trainer.nnodes={trainer.nnodes} x trainer.n_gpus_per_node={per_node}); change one of them"
+        )
+    return world
+
+
+class TrainConfig(Section):
+    trainer: TrainerConfig = key(..., "How long, how often, where to.")
+    parallel: ParallelConfig = key(ParallelConfig(), "How the trainer's models lie over its ranks.")
+    data: DataConfig = key(..., "Where prompts come from.")
+    actor: ActorConfig = key(..., "The trained policy.")
+    ref: RefConfig = key(RefConfig(), "The frozen reference; loaded only when the algorithm asks for it.")
+    rollout: RolloutConfig = key(RolloutConfig(), "The engines and how they sample.")
+    reward: RewardConfig = key(..., "What a completion is worth.")
+    algorithm: SerializeAsAny[AlgorithmConfig] = key(..., "The algorithm and its own keys.")
+    sync: SyncConfig = key(SyncConfig(), "How new weights reach the engines.")
+
+    @property
+    def world_size(self) -> int:
+        return _world_size(self.trainer, self.parallel)
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.world_size // self.parallel.tensor_model_parallel_size
+
+    @property
+    def completions_per_step(self) -> int:
+        return self.data.train_batch_size * self.rollout.n
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of the whole run: the horizon of the learning-rate schedule."""
+        mini_batches = self.completions_per_step // self.actor.ppo_mini_batch_size
+        return self.trainer.total_steps * self.actor.ppo_epochs * mini_batches
+
+    @property
+    def log_prob_max_token_len_per_gpu(self) -> int:
+        return self.actor.log_prob_max_token_len_per_gpu or 2 * self.actor.ppo_max_token_len_per_gpu
+
+    @property
+    def max_sequence_length(self) -> int:
+        return self.data.max_prompt_length + self.data.max_response_length
+
+    @model_validator(mode="after")
+    def _sections_agree(self):
+        self.world_size  # noqa: B018 - raises when the layout does not fit
+        if self.completions_per_step % self.actor.ppo_mini_batch_size:
+            raise ValueError(
+                f"actor.ppo_mini_batch_size={self.actor.ppo_mini_batch_size} must divide the {self.completions_per_step} "
+                f"completions of a step (data.train_batch_size={self.data.train_batch_size} x rollout.n={self.rollout.n}); "
+                "it counts completions, not prompts"
+            )
+        if self.actor.ppo_max_token_len_per_gpu < self.max_sequence_length:
+            raise ValueError(
+                f"actor.ppo_max_token_len_per_gpu={self.actor.ppo_max_token_len_per_gpu} is less than one sequence can hold "
+                f"(data.max_prompt_length={self.data.max_prompt_length} + data.max_response_length="
+                f"{self.data.max_response_length} = {self.max_sequence_length}); raise it or shorten the sequences"
+            )
+        if self.log_prob_max_token_len_per_gpu < self.max_sequence_length:
+            raise ValueError(
+                f"actor.log_prob_max_token_len_per_gpu={self.actor.log_prob_max_token_len_per_gpu} is less than one "
+                f"sequence can hold ({self.max_sequence_length} tokens); raise it or shorten the sequences"
+            )
+        if self.rollout.record_dir and self.rollout.replay_dir:
+            raise ValueError("rollout.record_dir and rollout.replay_dir are both set: record or replay, not both")
+        return self
+
+
+class SFTConfig(Section):
+    trainer: TrainerConfig = key(..., "How long, how often, where to.")
+    parallel: ParallelConfig = key(ParallelConfig(), "How the model lies over the ranks.")
+    model: ModelConfig = key(..., "The model to train.")
+    optim: OptimConfig = key(OptimConfig(lr=1e-5), "Adam and the learning-rate schedule.")
+    data: SFTDataConfig = key(..., "Examples: a prompt and its answer.")
+    max_token_len_per_gpu: int = key(16384, "Tokens per micro-batch. Changes memory and speed, never the gradient.", gt=0)
+    stop_at_exact_match: float | None = key(
+        None, "Stop when greedy decoding would answer this share of data.val_files exactly. Default: run all steps.", gt=0, le=1
+    )
+
+    @property
+    def world_size(self) -> int:
+        return _world_size(self.trainer, self.parallel)
+
+    @model_validator(mode="after")
+    def _sections_agree(self):
+        self.world_size  # noqa: B018 - raises when the layout does not fit
+        if self.max_token_len_per_gpu < self.data.max_length:
+            raise ValueError(
+                f"max_token_len_per_gpu={self.max_token_len_per_gpu} is less than one example can hold "
+                f"(data.max_length={self.data.max_length}); raise it or shorten the examples"
+            )
+        if self.stop_at_exact_match and not (self.data.val_files and self.trainer.test_freq):
+            raise ValueError("stop_at_exact_match needs data.val_files and trainer.test_freq > 0")
+        return self

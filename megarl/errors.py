@@ -1,0 +1,5 @@
+"""The two kinds of failure a user sees in one line: a wrong input is a ValueError, a failing environment is a MegarlError."""
+
+
+class MegarlError(RuntimeError):
+    """Something outside the program failed: an engine died, a socket is taken, a version does not fit."""
