@@ -1,0 +1,288 @@
+"""Log-probability and entropy of a token under vocabulary-parallel logits, in one read and one collective.
+
+With z = logits / temperature over the valid columns of one token, and y its target,
+
+    m = max_v z_v        s = sum_v exp(z_v - m)        t = sum_v (z_v - m) exp(z_v - m)
+
+    logprob = z_y - m - log s          d logprob / d z_v = [v = y] - p_v
+    entropy = log s - t / s            d entropy / d z_v = -p_v (log p_v + entropy),   p_v = exp(z_v - m) / s
+
+A rank that owns some of the columns computes (m, s, t, z_y) of its own. Shards merge exactly: with M = max_r m_r and
+d_r = m_r - M,
+
+    s = sum_r exp(d_r) s_r             t = sum_r exp(d_r) (t_r + d_r s_r)             z_y = the owner's
+
+so one all-gather of a packed [4, N] tensor is all that the forward sends, and the backward sends nothing: each rank
+holds its own columns, and the upstream gradients are the same on every rank. t is taken about the maximum, not about
+zero, so that large logits cost no digits.
+
+Passes and bytes per element of [N, V], in bf16: the forward reads the logits once (2 bytes); the backward reads them and
+writes their gradient (4 bytes). Statistics are fp32 (fp64 for fp64 logits). The torch reference below works on chunks of
+tokens, so beyond the logits and their gradient it holds a few fp32 buffers of CHUNK_ELEMENTS elements, whatever N is.
+
+Every call with a group sends one message of 16 N bytes per rank (logprob_and_entropy) or 16 N bytes (greedy_match).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+import torch.distributed as dist
+
+# 256 Ki fp32 elements are 1 MiB: a chunk and its exponentials stay in a core's cache.
+CHUNK_ELEMENTS = 1 << 18
+
+# exp(-1e4) is exactly 0 in fp32 and fp64, and 0 * -1e4 is 0 where 0 * -inf would be NaN: a masked column adds nothing.
+_LOWEST_SHIFT = -1e4
+
+
+def logprob_and_entropy(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    inplace_backward: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob of each target and entropy of each distribution, both under softmax(logits / temperature).
+
+    logits: [N, V_local] bf16, fp16, fp32 or fp64, this rank's columns: rank r of `group` owns the vocabulary ids
+        [r * V_local, (r + 1) * V_local). Differentiable, once.
+    targets: [N] int64 vocabulary ids, the same on every rank.
+    group: the tensor-parallel group; None when this rank owns every column.
+    temperature: divides the logits, > 0.
+    vocab_size: columns at or beyond this id are padding: they have probability 0 and gradient 0. None: no padding.
+    inplace_backward: let the backward write the gradient over the logits. For a caller that knows that nobody else
+        needs them afterwards; a second backward through the same logits is then refused by autograd.
+
+    Returns (logprob [N], entropy [N], in nats), fp32 (fp64 for fp64 logits), bitwise the same on every rank. A target
+    outside the valid columns has log-prob -inf; a row with no finite logit anywhere is NaN.
+    Raises ValueError for shapes, types or a temperature that do not fit.
+    """
+    first, num_valid = _check(logits, targets, group, vocab_size)
+    if not temperature > 0:
+        raise ValueError(f"temperature {temperature} must be > 0; for greedy decoding compare with greedy_match")
+    return _LogprobAndEntropy.apply(logits, targets, group, float(temperature), first, num_valid, inplace_backward)
+
+
+@torch.no_grad()
+def greedy_match(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
+) -> torch.Tensor:
+    """[N] bool: is the target what greedy decoding picks? Among equal logits the lowest id is picked, over shards too.
+
+    Arguments as in logprob_and_entropy; one all-gather of a packed [2, N] fp64 tensor (maximum, its id).
+    """
+    first, num_valid = _check(logits, targets, group, vocab_size)
+    if num_valid:
+        # argmax, unlike max, documents that it returns the first of equal maxima.
+        index = logits[:, :num_valid].argmax(dim=-1)
+        maximum = logits.gather(1, index[:, None])[:, 0]
+    else:
+        index = torch.zeros_like(targets)
+        maximum = logits.new_full(targets.shape, -torch.inf)
+    packed = _all_gather(torch.stack([maximum.double(), (index + first).double()]), group)
+    owner = packed[:, 0].argmax(dim=0, keepdim=True)
+    return packed[:, 1].gather(0, owner)[0] == targets
+
+
+class _LogprobAndEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, group, temperature, first, num_valid, inplace_backward):
+        packed = local_statistics(logits, targets, temperature, first, num_valid)
+        maximum, log_sum, logprob, entropy = merge_statistics(_all_gather(packed, group))
+        ctx.save_for_backward(logits, targets, maximum, log_sum, entropy)
+        ctx.options = (temperature, first, num_valid)
+        ctx.inplace_backward = inplace_backward
+        ctx.set_materialize_grads(False)
+        return logprob, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_logprob, grad_entropy):
+        if grad_logprob is None and grad_entropy is None:
+            return (None,) * 7
+        logits, targets, maximum, log_sum, entropy = ctx.saved_tensors
+        logits = logits.detach()
+        out = logits if ctx.inplace_backward else torch.empty_like(logits)
+        upstream = (_dense(grad_logprob), _dense(grad_entropy))
+        backward_into(out, logits, targets, maximum, log_sum, entropy, *upstream, *ctx.options)
+        return (out,) + (None,) * 6
+
+
+def merge_statistics(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[ranks, 4, N] local statistics -> (m, log s, logprob, entropy), each [N], of the whole vocabulary."""
+    maxima, sums, weighted, target = packed.unbind(dim=1)
+    maximum = maxima.amax(dim=0)
+    shift = (maxima - maximum).clamp(min=_LOWEST_SHIFT)
+    scale = shift.exp()
+    total = (scale * sums).sum(dim=0)
+    log_sum = total.log()
+    logprob = target.amax(dim=0) - maximum - log_sum
+    entropy = log_sum - (scale * (weighted + shift * sums)).sum(dim=0) / total
+    return maximum, log_sum, logprob, entropy
+
+
+def reference_local_statistics(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, first: int, num_valid: int
+) -> torch.Tensor:
+    """[4, N] (m, s, t, z_y) over this rank's first `num_valid` columns, whose ids start at `first`.
+
+    m is -inf and s, t are 0 where a row has no finite logit here; z_y is -inf where another rank owns the target.
+    """
+    statistics = logits.new_empty((4, len(targets)), dtype=_statistics_dtype(logits.dtype))
+    if num_valid == 0:
+        statistics[0::3] = -torch.inf
+        statistics[1:3] = 0
+        return statistics
+    for rows in _chunks(logits):
+        z = _scaled(logits[rows, :num_valid], temperature)
+        column, owned = _own_column(targets[rows], first, num_valid)
+        maximum = z.amax(dim=-1)
+        shifted = _shifted(z, maximum)
+        exponentials = shifted.exp()
+        statistics[0, rows] = maximum
+        statistics[1, rows] = exponentials.sum(dim=-1)
+        statistics[2, rows] = exponentials.mul_(shifted).sum(dim=-1)
+        statistics[3, rows] = z.gather(1, column[:, None])[:, 0].masked_fill(~owned, -torch.inf)
+    return statistics
+
+
+def reference_backward_into(
+    out: torch.Tensor,
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    maximum: torch.Tensor,
+    log_sum: torch.Tensor,
+    entropy: torch.Tensor,
+    grad_logprob: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+    temperature: float,
+    first: int,
+    num_valid: int,
+) -> None:
+    """Write the gradient of sum(grad_logprob * logprob + grad_entropy * entropy) in the logits to `out` [N, V_local].
+
+    out: like logits, or the logits themselves. maximum, log_sum, entropy: [N], merged over the group.
+    A gradient that is None is zero and costs nothing; at least one is given.
+    """
+    out[:, num_valid:] = 0
+    if num_valid == 0:
+        return
+    for rows in _chunks(logits):
+        z = _scaled(logits[rows, :num_valid], temperature)
+        log_p = _shifted(z, maximum[rows]).sub_(log_sum[rows, None])
+        grad = log_p.exp()
+        if grad_entropy is None:
+            grad.mul_(grad_logprob[rows, None])
+        else:
+            slope = log_p.add_(entropy[rows, None]).mul_(grad_entropy[rows, None])
+            grad.mul_(slope if grad_logprob is None else slope.add_(grad_logprob[rows, None]))
+        if grad_logprob is not None:
+            column, owned = _own_column(targets[rows], first, num_valid)
+            grad.scatter_add_(1, column[:, None], -(grad_logprob[rows] * owned)[:, None])
+        out[rows, :num_valid] = grad.div_(-temperature)
+
+
+local_statistics = torch.library.custom_op(
+    "megarl::logprob_local_statistics", reference_local_statistics, mutates_args=()
+)
+backward_into = torch.library.custom_op("megarl::logprob_backward_into", reference_backward_into, mutates_args=("out",))
+
+
+@local_statistics.register_fake
+def _(logits, targets, temperature, first, num_valid):
+    return logits.new_empty((4, targets.shape[0]), dtype=_statistics_dtype(logits.dtype))
+
+
+@backward_into.register_fake
+def _(out, logits, *arguments):
+    return None
+
+
+def _register_kernels() -> None:
+    """CUDA tensors go to csrc/logprob.py, which imports Triton when first called; fp64 ones stay with the reference."""
+
+    @local_statistics.register_kernel("cuda")
+    def _(logits, *arguments):
+        if logits.dtype == torch.float64:
+            return reference_local_statistics(logits, *arguments)
+        from megarl.csrc import logprob as kernels
+
+        return kernels.local_statistics(logits, *arguments)
+
+    @backward_into.register_kernel("cuda")
+    def _(out, logits, *arguments):
+        if logits.dtype == torch.float64:
+            return reference_backward_into(out, logits, *arguments)
+        from megarl.csrc import logprob as kernels
+
+        return kernels.backward_into(out, logits, *arguments)
+
+
+if importlib.util.find_spec("triton"):
+    _register_kernels()
+
+
+def _check(logits, targets, group, vocab_size) -> tuple[int, int]:
+    """(id of this rank's first column, number of its columns that are not padding)."""
+    if logits.dim() != 2 or targets.shape != logits.shape[:1] or targets.dtype != torch.int64:
+        raise ValueError(
+            f"logits {tuple(logits.shape)} and targets {tuple(targets.shape)} {targets.dtype} must be [N, V_local] and "
+            "[N] int64; flatten the batch dimensions"
+        )
+    if not logits.is_floating_point():
+        raise ValueError(f"logits of {logits.dtype} must be bfloat16, float16, float32 or float64")
+    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    width = logits.shape[1]
+    if vocab_size is None:
+        vocab_size = ranks * width
+    if not 0 < vocab_size <= ranks * width:
+        raise ValueError(f"vocab_size {vocab_size} must lie in 1..{ranks * width}: {ranks} ranks hold {width} columns each")
+    first = rank * width
+    return first, min(max(vocab_size - first, 0), width)
+
+
+def _all_gather(packed: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """[ranks, *packed.shape]; one collective, none when this rank is alone."""
+    if group is None or dist.get_world_size(group) == 1:
+        return packed[None]
+    gathered = packed.new_empty((dist.get_world_size(group) * packed.shape[0], *packed.shape[1:]))
+    dist.all_gather_into_tensor(gathered, packed, group=group)
+    return gathered.view(-1, *packed.shape)
+
+
+def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _chunks(logits: torch.Tensor) -> list[slice]:
+    num_tokens, width = logits.shape
+    rows = max(1, CHUNK_ELEMENTS // width)
+    return [slice(start, start + rows) for start in range(0, num_tokens, rows)]
+
+
+def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    z = logits.to(_statistics_dtype(logits.dtype))
+    return z if temperature == 1.0 else z / temperature
+
+
+def _shifted(z: torch.Tensor, origin: torch.Tensor) -> torch.Tensor:
+    """A new tensor z - origin, with -inf (a masked column) raised to a shift whose exponential is 0."""
+    origin = origin.clamp(min=torch.finfo(origin.dtype).min)
+    return (z - origin[:, None]).clamp_(min=_LOWEST_SHIFT)
+
+
+def _own_column(targets: torch.Tensor, first: int, num_valid: int) -> tuple[torch.Tensor, torch.Tensor]:
+    column = targets - first
+    owned = (column >= 0) & (column < num_valid)
+    return column.clamp(0, num_valid - 1), owned
+
+
+def _dense(grad: torch.Tensor | None) -> torch.Tensor | None:
+    """Kernels read the upstream gradient by address, and `sum().backward()` sends an expanded scalar."""
+    return None if grad is None else grad.contiguous()
