@@ -115,7 +115,8 @@ def token_loss(
     def masked(values: torch.Tensor) -> torch.Tensor:
         return torch.where(written, values, 0.0)
 
-    log_ratio = masked(logprobs - batch.logprobs)
+    logprobs, entropy = masked(logprobs), masked(entropy)
+    log_ratio = logprobs - masked(batch.logprobs)
     ratio = log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
     clipped_ratio = ratio.clamp(1.0 - config.clip_ratio_low, 1.0 + config.clip_ratio_high)
     unclipped_loss = -ratio * batch.advantages
@@ -124,13 +125,13 @@ def token_loss(
     metrics = {
         "policy/approxkl_avg": 0.5 * log_ratio.square(),
         "policy/clipfrac_avg": masked((clipped_loss > unclipped_loss).to(loss.dtype)),
-        "policy/entropy_avg": masked(entropy),
+        "policy/entropy_avg": entropy,
         "val/ratio": masked(ratio),
     }
     if config.use_kl_loss:
-        divergence = masked(kl.per_token(logprobs, batch.ref_logprobs, config.kl_loss_type))
+        divergence = kl.per_token(logprobs, masked(batch.ref_logprobs), config.kl_loss_type)
         metrics["objective/kl"] = divergence
         loss = loss + config.kl_loss_coef * divergence
     if config.entropy_coeff:
-        loss = loss - config.entropy_coeff * masked(entropy)
+        loss = loss - config.entropy_coeff * entropy
     return loss, {name: values.detach() for name, values in metrics.items()}
