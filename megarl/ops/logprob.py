@@ -20,7 +20,7 @@ Passes and bytes per element of [N, V], in bf16: the forward reads the logits on
 writes their gradient (4 bytes). Statistics are fp32 (fp64 for fp64 logits). The torch reference below works on chunks of
 tokens, so beyond the logits and their gradient it holds a few fp32 buffers of CHUNK_ELEMENTS elements, whatever N is.
 
-Every call with a group sends one message of 16 N bytes per rank (logprob_and_entropy) or 16 N bytes (greedy_match).
+Every call with a group sends 16 N bytes per rank in one message (also greedy_match, whose two rows are fp64).
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def logprob_and_entropy(
     first, num_valid = _check(logits, targets, group, vocab_size)
     if not temperature > 0:
         raise ValueError(f"temperature {temperature} must be > 0; for greedy decoding compare with greedy_match")
+    targets = targets.contiguous()
     return _LogprobAndEntropy.apply(logits, targets, group, float(temperature), first, num_valid, inplace_backward)
 
 
@@ -108,7 +109,7 @@ class _LogprobAndEntropy(torch.autograd.Function):
             return (None,) * 7
         logits, targets, maximum, log_sum, entropy = ctx.saved_tensors
         logits = logits.detach()
-        out = logits if ctx.inplace_backward else torch.empty_like(logits)
+        out = logits if ctx.inplace_backward else torch.empty_like(logits, memory_format=torch.contiguous_format)
         upstream = (_dense(grad_logprob), _dense(grad_entropy))
         backward_into(out, logits, targets, maximum, log_sum, entropy, *upstream, *ctx.options)
         return (out,) + (None,) * 6
@@ -284,5 +285,5 @@ def _own_column(targets: torch.Tensor, first: int, num_valid: int) -> tuple[torc
 
 
 def _dense(grad: torch.Tensor | None) -> torch.Tensor | None:
-    """Kernels read the upstream gradient by address, and `sum().backward()` sends an expanded scalar."""
+    """Contiguous: kernels read by address, and `sum().backward()` sends one number with stride 0."""
     return None if grad is None else grad.contiguous()
