@@ -1,0 +1,181 @@
+"""The commands: train, sft, explain, make-task."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from megarl import __version__, algorithms, launcher
+from megarl.config import explain as explaining
+from megarl.config.load import load
+from megarl.config.root import SFTConfig, TrainConfig
+from megarl.config.summary import batch_table
+from megarl.errors import MegarlError
+from megarl.parallel_versions import check_megatron, check_vllm
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Online reinforcement learning for language models at Megatron speed.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+QUIET_LIBRARIES = {
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+Layers = Annotated[list[str], typer.Argument(help="YAML files (later ones win), then key=value overrides.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print nothing but errors.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would run, check it, and start nothing.")]
+
+
+def _read(root, layers: list[str]):
+    files = [Path(item) for item in layers if "=" not in item]
+    overrides = [item for item in layers if "=" in item]
+    return load(root, files, overrides, lambda name: algorithms.get(name).Config, notify=_notify)
+
+
+def _notify(line: str) -> None:
+    if not launcher.is_rank():
+        print(f"note: {line}", file=sys.stderr)
+
+
+def _check_output_dir(config) -> None:
+    folder = Path(config.trainer.output_dir)
+    if (folder / "config.yaml").exists() and not config.trainer.overwrite_output_dir:
+        raise ValueError(
+            f"trainer.output_dir={folder} already holds a run; choose another, or set trainer.overwrite_output_dir=true"
+        )
+
+
+def _check_model(path: str, config, transformer_impl: str) -> None:
+    from megarl.models import hf_files
+    from megarl.models.build import check
+
+    check(hf_files.load_config(path), config.parallel.tensor_model_parallel_size, transformer_impl)
+    hf_files.Checkpoint(path)
+
+
+def _run(config, command: str, layers: list[str], quiet: bool, work) -> None:
+    """As a rank: work. As a user's process: start the ranks."""
+    if launcher.is_rank():
+        launcher.end_with_parent()
+        from megarl.parallel.layout import check_world_size
+
+        check_world_size(config.world_size, config.parallel)
+        work(config, quiet)
+        return
+    if config.trainer.nnodes > 1:
+        raise ValueError(
+            f"trainer.nnodes={config.trainer.nnodes}: start `megarl {command}` with torchrun on every node; "
+            "launch/slurm/train.sbatch does it under Slurm"
+        )
+    raise typer.Exit(launcher.launch([command, *layers, *(["-q"] if quiet else [])], config.world_size))
+
+
+@app.command()
+def train(layers: Layers, dry_run: DryRun = False, quiet: Quiet = False, debug: Debug = False) -> None:
+    """Train a policy with online reinforcement learning."""
+    config = _read(TrainConfig, layers)
+    if not launcher.is_rank():
+        check_megatron()
+        if not config.rollout.replay_dir:
+            check_vllm()
+        _check_output_dir(config)
+        _check_model(config.actor.model.path, config, config.actor.model.transformer_impl)
+    if dry_run:
+        _show(config, batch_table(config))
+        return
+
+    def work(config, quiet):
+        from megarl.trainer import train as run
+
+        run(config, quiet)
+
+    _run(config, "train", layers, quiet, work)
+
+
+@app.command()
+def sft(layers: Layers, dry_run: DryRun = False, quiet: Quiet = False, debug: Debug = False) -> None:
+    """Train a model on demonstrations (a supervised warm start)."""
+    config = _read(SFTConfig, layers)
+    if not launcher.is_rank():
+        check_megatron()
+        _check_output_dir(config)
+        _check_model(config.model.path, config, config.model.transformer_impl)
+    if dry_run:
+        _show(config, [("trainer ranks", str(config.world_size))])
+        return
+
+    def work(config, quiet):
+        from megarl.sft import sft as run
+
+        run(config, quiet)
+
+    _run(config, "sft", layers, quiet, work)
+
+
+def _show(config, rows: list[tuple[str, str]]) -> None:
+    print(explaining.dump(config))
+    table = Table("what", "how many", title="This run")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+@app.command()
+def explain(key: Annotated[str, typer.Argument(help="A key, like actor.optim.lr, or a section, like actor.")]) -> None:
+    """Say what a configuration key does."""
+    print(explaining.explain(key, {"train": TrainConfig, "sft": SFTConfig}, algorithms))
+
+
+@app.command("make-task")
+def make_task(
+    name: Annotated[str, typer.Argument(help="The task; arithmetic is the only one.")],
+    output_dir: Annotated[Path, typer.Option(help="Folder for tokenizer, data and initial model.")],
+    seed: Annotated[int, typer.Option(help="Seeds the split, the noise and the initial weights.")] = 0,
+    debug: Debug = False,
+) -> None:
+    """Make a small task locally: tokenizer, data and a randomly initialised model."""
+    if name != "arithmetic":
+        raise ValueError(f"unknown task {name!r}; known: arithmetic")
+    from megarl.data.arithmetic import make_arithmetic_task
+
+    make_arithmetic_task(output_dir, seed)
+
+
+def _version(show: bool) -> None:
+    if show:
+        print(f"megarl {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point: one clear line for what a user can mend, a traceback only with --debug."""
+    for name, value in QUIET_LIBRARIES.items():
+        os.environ.setdefault(name, value)
+    try:
+        app()
+    except (ValueError, MegarlError) as error:
+        if "--debug" in sys.argv:
+            raise
+        if not launcher.tell_launcher(error):
+            rank = f"[rank {os.environ['RANK']}] " if launcher.is_rank() else ""
+            print(f"{rank}error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ValueError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)

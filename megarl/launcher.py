@@ -1,0 +1,82 @@
+"""Starts the trainer ranks of one node with torch's elastic agent; on many nodes torchrun does it (launch/slurm)."""
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+PARENT_POLL_SECONDS = 1.0
+
+
+def is_rank() -> bool:
+    """Whether this process was started as a trainer rank, by torchrun or by `launch`."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch(arguments: list[str], num_ranks: int) -> int:
+    """Run `python -m megarl <arguments>` as `num_ranks` ranks on this machine and wait for them.
+
+    The first rank that fails ends the others. Its message is printed once, as one line.
+
+    Returns:
+        the exit status: 0, or that of the first rank that failed.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    os.environ["MEGARL_LAUNCHED"] = "1"
+    agent = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id="megarl",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(agent, sys.executable)("-m", "megarl", *arguments)
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        print(_message(failure), file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 1
+    except (SignalException, KeyboardInterrupt):
+        print("interrupted; every process of the run has been ended", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _message(failure) -> str:
+    if Path(failure.error_file).is_file():
+        return json.loads(Path(failure.error_file).read_text())["message"]["message"]
+    if failure.exitcode < 0:
+        return f"error: trainer rank {failure.local_rank} was ended by signal {-failure.exitcode}"
+    return f"error: trainer rank {failure.local_rank} ended with status {failure.exitcode}; run with --debug for more"
+
+
+def tell_launcher(error: BaseException) -> bool:
+    """In a rank: leave the error where the launcher finds it. False when nobody is there to print it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or "MEGARL_LAUNCHED" not in os.environ:
+        return False
+    extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
+    Path(path).write_text(json.dumps({"message": {"message": f"error: {error}", "extraInfo": extra}}))
+    return True
+
+
+def end_with_parent() -> None:
+    """In a rank: end this process when its launcher is gone, however it went. The rollout driver then ends by itself."""
+    parent = os.getppid()
+
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(PARENT_POLL_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="end-with-parent").start()

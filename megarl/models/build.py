@@ -1,0 +1,180 @@
+"""From a Hugging Face config.json to a Megatron GPTModel, on either device, with Megatron's or TransformerEngine's layers."""
+
+import copy
+from importlib.util import find_spec
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from megarl import models
+from megarl.config.model import ModelConfig
+from megarl.models.attention import PackedAttention
+from megarl.models.dense import head_dim
+from megarl.parallel import device
+from megarl.parallel.layout import Layout
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def check(hf: PretrainedConfig, tensor_model_parallel_size: int, transformer_impl: str = "auto") -> None:
+    """Refuse a model that cannot be built under this layout, before any process is started.
+
+    Raises:
+        ValueError: unknown family; heads, KV heads or MLP not divisible by the tensor-parallel size; unknown RoPE type;
+            TransformerEngine asked for and not installed.
+    """
+    models.get(hf.model_type).check(hf)
+    counts = dict(
+        num_attention_heads=hf.num_attention_heads,
+        num_key_value_heads=hf.num_key_value_heads,
+        intermediate_size=hf.intermediate_size,
+    )
+    for name, count in counts.items():
+        if count % tensor_model_parallel_size:
+            fitting = [str(n) for n in range(1, count + 1) if all(c % n == 0 for c in counts.values())]
+            raise ValueError(
+                f"parallel.tensor_model_parallel_size={tensor_model_parallel_size} does not divide the model's "
+                f"{name}={count}; sizes that fit this model: {', '.join(fitting)}"
+            )
+    rope_type = hf.rope_parameters["rope_type"]
+    if rope_type not in ROPE_TYPES:
+        raise ValueError(f"rope_type={rope_type!r} in config.json is not supported; supported: {', '.join(ROPE_TYPES)}")
+    if transformer_impl == "te" and find_spec("transformer_engine") is None:
+        raise ValueError("actor.model.transformer_impl=te, but transformer_engine is not installed; use local or auto")
+
+
+def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
+    """Rows of the embedding over all ranks: the vocabulary rounded up to a multiple of the tensor-parallel size."""
+    return -(-vocab_size // tp_size) * tp_size
+
+
+class RMSNormShard:
+    """torch's RMSNorm for Megatron's specs; its gradient is summed over tensor-parallel ranks under sequence parallelism.
+
+    Megatron's own wrapper around torch norms refuses sequence parallelism.
+    """
+
+    def __new__(cls, config, hidden_size, eps=1e-5, **kwargs):
+        norm = torch.nn.RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype, device=device.current())
+        norm.weight.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+def _replaced(spec, exchange):
+    """A copy of a layer spec with some modules exchanged, everywhere in the tree."""
+    spec = copy.deepcopy(spec)
+
+    def visit(node):
+        for name, value in vars(node).items():
+            if isinstance(value, type) and value in exchange:
+                setattr(node, name, exchange[value])
+            elif isinstance(value, ModuleSpec):
+                visit_spec(value)
+            elif isinstance(value, list):
+                for item in value:
+                    if isinstance(item, ModuleSpec):
+                        visit_spec(item)
+
+    def visit_spec(module_spec):
+        if module_spec.module in exchange:
+            module_spec.module = exchange[module_spec.module]
+        if module_spec.submodules is not None:
+            visit(module_spec.submodules)
+
+    visit(spec)
+    return spec
+
+
+def _block_spec(config: TransformerConfig, use_te: bool):
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, normalization=config.normalization)
+    exchange = {DotProductAttention: PackedAttention, WrappedTorchNorm: RMSNormShard}
+    if use_te:
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        exchange[TEDotProductAttention] = PackedAttention
+    return _replaced(spec, exchange)
+
+
+class Rotary(torch.nn.Module):
+    """Rotary angles for given positions, with the inverse frequencies that transformers computes from config.json.
+
+    forward: position_ids [1, N] -> angles [N, 1, 1, head_dim] fp32, in the two-halves layout that Megatron rotates.
+    """
+
+    def __init__(self, hf: PretrainedConfig):
+        super().__init__()
+        rope = hf.rope_parameters
+        if rope["rope_type"] == "default":
+            exponents = torch.arange(0, head_dim(hf), 2, dtype=torch.float32) / head_dim(hf)
+            inverse_frequencies, self.attention_factor = 1.0 / rope["rope_theta"] ** exponents, 1.0
+        else:
+            inverse_frequencies, self.attention_factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](hf, torch.device("cpu"))
+        self.inverse_frequencies = inverse_frequencies.float().to(device.current())  # no buffer: never cast to bf16
+
+    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
+        angles = torch.outer(position_ids.flatten().float(), self.inverse_frequencies)
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+
+class PackedGPTModel(GPTModel):
+    """GPTModel whose rotary positions are given per token, so that any number of sequences share one packed row."""
+
+    def __init__(self, *args, rotary: Rotary, **kwargs):
+        super().__init__(*args, position_embedding_type="none", **kwargs)
+        self.rotary = rotary
+
+    def _preprocess(self, input_ids, position_ids, *args, **kwargs):
+        decoder_input, _, *rest = super()._preprocess(input_ids, position_ids, *args, **kwargs)
+        return decoder_input, self.rotary(position_ids), *rest
+
+
+def transformer_config(hf: PretrainedConfig, model: ModelConfig, layout: Layout, **overrides) -> TransformerConfig:
+    """Megatron's TransformerConfig for this checkpoint under this layout."""
+    dtype = getattr(torch, model.dtype)
+    fields = device.transformer_settings() | models.get(hf.model_type).transformer_fields(hf)
+    fields |= dict(
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        attention_softmax_in_fp32=True,
+        tensor_model_parallel_size=layout.tp_size,
+        sequence_parallel=layout.sequence_parallel,
+        calculate_per_token_loss=True,  # the loss is already a weighted sum with global weights: nothing may rescale it
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # asked for by variable_seq_lengths even for dense models
+    )
+    if model.enable_gradient_checkpointing:
+        fields |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    return TransformerConfig(**fields | overrides)
+
+
+def build(hf: PretrainedConfig, model: ModelConfig, layout: Layout) -> PackedGPTModel:
+    """The GPTModel of this rank, randomly initialised, on this rank's device.
+
+    forward: input_ids and position_ids [1, N], packed_seq_params from `pack_sequences` -> logits [1, N, V_padded / tp].
+    """
+    check(hf, layout.tp_size, model.transformer_impl)
+    use_te = model.transformer_impl == "te" or (
+        model.transformer_impl == "auto" and device.HAS_CUDA and find_spec("transformer_engine") is not None
+    )
+    rotary = Rotary(hf)
+    # YaRN scales cos and sin by a factor; rotating the whole head, that is the same as scaling the scores by its square.
+    scale = rotary.attention_factor**2 / head_dim(hf) ** 0.5
+    config = transformer_config(hf, model, layout, softmax_scale=scale)
+    return PackedGPTModel(
+        config=config,
+        transformer_layer_spec=_block_spec(config, use_te),
+        vocab_size=padded_vocab_size(hf.vocab_size, layout.tp_size),
+        max_sequence_length=hf.max_position_embeddings,
+        parallel_output=True,
+        share_embeddings_and_output_weights=hf.tie_word_embeddings,
+        pg_collection=layout.groups,
+        rotary=rotary,
+    ).to(device.current())

@@ -1,0 +1,23 @@
+"""Qwen2 and Qwen2.5: dense, bias on the query, key and value projections."""
+
+from transformers import PretrainedConfig
+
+from megarl.models import dense
+from megarl.models.weights import WeightTable
+
+
+def check(hf: PretrainedConfig) -> None:
+    """Raises ValueError for a Qwen2 config with what Megatron's layers do not do."""
+    dense.check(hf)
+    if hf.use_sliding_window:
+        raise ValueError("use_sliding_window=true in config.json is not supported; set it to false (full attention)")
+
+
+def transformer_fields(hf: PretrainedConfig) -> dict:
+    """Fields of Megatron's TransformerConfig."""
+    return dense.transformer_fields(hf) | dict(add_qkv_bias=True)
+
+
+def weight_table(hf: PretrainedConfig) -> WeightTable:
+    """Where each checkpoint tensor lies."""
+    return dense.weight_table(hf, qkv_bias=True)

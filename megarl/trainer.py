@@ -1,0 +1,96 @@
+"""The training loop: one step of online reinforcement learning, as a table of contents."""
+
+from pathlib import Path
+
+import torch
+
+from megarl import algorithms
+from megarl.config.root import TrainConfig
+from megarl.evaluation import heldout_metrics
+from megarl.observability.metrics import Phases, rollout_metrics
+from megarl.observability.report import Reporter
+from megarl.parallel import device, layout as layouts
+from megarl.resharding import files
+from megarl.resharding.gathered import GatheredBridge
+from megarl.rollout.handle import start_driver
+from megarl.training import distribute as distribution
+from megarl.training.policy import Policy
+from megarl.training.steps import update, with_logprobs
+
+
+def train(config: TrainConfig, quiet: bool = False) -> None:
+    """Train `actor` from its checkpoint; leaves metrics, plots, summary.json and `model/` in trainer.output_dir.
+
+    Collective: every rank that torchrun (or `megarl train`) started calls it with the same config.
+
+    Raises:
+        ValueError: the configuration, a model, a dataset or a reward function is wrong.
+        MegarlError: an engine or the rollout driver died, or the training diverged.
+    """
+    layout = layouts.initialize(config.parallel, config.trainer.seed)
+    run_dir = Path(config.trainer.output_dir)
+    report = Reporter(config, run_dir, speaks=layout.is_first, quiet=quiet)
+    with report, start_driver(config, run_dir, on_rank_0=layout.is_first) as driver:
+        algorithm = algorithms.get(config.algorithm.name)
+        actor = Policy(config.actor.model, layout, config.rollout.temperature, config.actor.optim, config.optimizer_steps)
+        reference = load_reference(config, algorithm, layout)
+        driver.wait_until_ready(report.note)
+        bridge = GatheredBridge(actor.sharded, layout, config.sync)
+        bridge.connect(driver)
+        bridge.sync(driver, version=0)  # the engines then hold the trainer's bytes, whatever dtype the files had
+        phases = Phases(device.now)
+
+        if config.trainer.val_before_train:
+            validate(0, driver, report)
+        for step in range(1, config.trainer.total_steps + 1):
+            phases.reset()
+            with phases("generate"):
+                rollouts = driver.collect(config.data.train_batch_size, step)
+                driver.sleep()
+            with phases("distribute"):
+                batch = distribution.distribute(
+                    rollouts, layout, config.actor.ppo_mini_batch_size, config.trainer.seed, step
+                )
+            with phases("logprobs"):
+                batch, agreement = with_logprobs(batch, actor, reference, config)
+            with phases("advantages"):
+                batch = algorithm.advantages(batch, config.algorithm, actor.sum_over_dp)
+            with phases("update"):
+                metrics = update(batch, actor, algorithm, config, step)
+            with phases("sync"):
+                driver.wake_up()
+                bridge.sync(driver, version=step)
+            report.step(step, rollouts, metrics | agreement, phases.seconds())
+            last = step == config.trainer.total_steps
+            if due(step, config.trainer.test_freq) or (last and config.trainer.test_freq):
+                validate(step, driver, report)
+            if due(step, config.trainer.save_freq) and not last:
+                save(actor, run_dir / "checkpoints" / f"step_{step:06d}", report)
+        save(actor, run_dir / "model", report)
+    layouts.shutdown()
+
+
+def due(step: int, every: int) -> bool:
+    """Whether something that happens `every` so many steps (0: never) happens now."""
+    return every > 0 and step % every == 0
+
+
+def load_reference(config: TrainConfig, algorithm, layout) -> Policy | None:
+    """The frozen reference, where the algorithm asks for one."""
+    if not algorithm.needs(config.algorithm).reference:
+        return None
+    model = config.actor.model.model_copy(update={"path": config.ref.model_path or config.actor.model.path})
+    return Policy(model, layout, config.rollout.temperature)
+
+
+def validate(step: int, driver, report: Reporter) -> None:
+    """Greedy and sampled completions of the held-out prompts."""
+    validated = driver.validate(step)
+    if validated:
+        report.heldout(step, heldout_metrics(validated))
+
+
+def save(actor: Policy, folder: Path, report: Reporter) -> None:
+    """Hugging Face weights, config and tokenizer. Collective."""
+    with torch.no_grad():
+        files.export(actor.sharded, actor.source, folder, report.note)
