@@ -1,0 +1,54 @@
+"""Run a function on several gloo ranks of this machine, and get every rank's result or its traceback."""
+
+import datetime
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+
+def run_ranks(function: Callable, world_size: int, *args: Any, timeout_seconds: float = 120.0) -> list[Any]:
+    """[function(*args) on rank r for r in range(world_size)], in fresh processes with a default gloo group.
+
+    function: at the top level of an importable module; inside it, `torch.distributed` is initialised.
+    args and results: what torch.save can hold (tensors, numbers, strings, lists, dicts).
+    A rank that raises ends the others, and its traceback is in the error; so does a rank that takes too long.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = torch.multiprocessing.spawn(
+            _run_rank, args=(function, world_size, folder, timeout_seconds, args), nprocs=world_size, join=False
+        )
+        deadline = time.monotonic() + timeout_seconds
+        try:
+            while not context.join(timeout=1.0, grace_period=2.0):
+                if time.monotonic() > deadline:
+                    alive = [rank for rank, process in enumerate(context.processes) if process.is_alive()]
+                    raise TimeoutError(f"{function.__qualname__}: ranks {alive} of {world_size} ran over {timeout_seconds} s")
+        finally:
+            for process in context.processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        return [torch.load(Path(folder, f"{rank}.pt")) for rank in range(world_size)]
+
+
+def _run_rank(rank: int, function: Callable, world_size: int, folder: str, timeout_seconds: float, args: tuple) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(Path(folder, "store")), world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_seconds),
+    )
+    torch.save(function(*args), Path(folder, f"{rank}.pt"))
+    dist.barrier()
+    dist.destroy_process_group()
