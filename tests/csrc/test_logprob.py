@@ -1,0 +1,112 @@
+"""The Triton kernels against the torch reference: under the interpreter, as compiled code, and on a GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.ops import logprob as ops
+from tests.csrc import logprob_cases as cases
+
+# Kernels and reference add the same fp32 numbers in another order; gradients are then rounded to the logits' type, and
+# the interpreter's cast to bf16 cuts off where hardware rounds: one unit in the last place.
+GRAD_TOLERANCE = {"fp32": 2e-6, "bf16": 2.0**-7, "fp16": 2.0**-10}
+
+NAMES = [f"{shape} {dtype}" for shape in cases.SHAPES for dtype in cases.DTYPES]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return cases.outputs(ops.reference_local_statistics, ops.reference_backward_into)
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory):
+    file = tmp_path_factory.mktemp("interpreted") / "outputs.safetensors"
+    subprocess.run(
+        [sys.executable, "-m", "tests.csrc.logprob_cases", str(file)],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=120,
+    )
+    return load_file(file)
+
+
+def assert_equal_to_reference(outputs, reference, name):
+    dtype = name.split()[-1]
+    torch.testing.assert_close(outputs[f"{name} statistics"], reference[f"{name} statistics"], atol=1e-5, rtol=1e-6)
+    for which in (*cases.UPSTREAMS, "in place"):
+        tolerance = GRAD_TOLERANCE[dtype]
+        torch.testing.assert_close(outputs[f"{name} {which}"], reference[f"{name} {which}"], atol=2e-6, rtol=tolerance)
+    assert torch.equal(outputs[f"{name} in place"], outputs[f"{name} both"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_interpreted_kernels_are_the_reference(interpreted, reference, name):
+    assert_equal_to_reference(interpreted, reference, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_kernels_on_a_gpu_are_the_reference(reference):
+    from megarl.csrc import logprob as kernels
+
+    outputs = cases.outputs(kernels.local_statistics, kernels.backward_into, device="cuda")
+    for name in NAMES:
+        assert_equal_to_reference(outputs, reference, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_public_op_reaches_the_kernels(monkeypatch):
+    from megarl.csrc import logprob as kernels
+
+    calls = []
+    for name in ("local_statistics", "backward_into"):
+        real = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *a, real=real, name=name: (calls.append(name), real(*a))[1])
+    logits = torch.randn(3, 17, device="cuda", requires_grad=True)
+    logprob, entropy = ops.logprob_and_entropy(logits, torch.tensor([0, 5, 16], device="cuda"))
+    (logprob + entropy).sum().backward()
+    assert calls == ["local_statistics", "backward_into"]
+
+
+@pytest.mark.parametrize("pointer", ["*fp32", "*bf16", "*fp16"])
+def test_kernels_compile_for_hopper(pointer):
+    """Down to the machine code of sm_90, which needs no GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megarl.csrc import logprob as kernels
+
+    counts = dict(row_stride="i32", num_valid="i32", first="i32", temperature="fp32")
+    statistics = dict(logits=pointer, targets="*i64", statistics="*fp32", num_tokens="i32", **counts)
+    rows = dict.fromkeys(("maximum", "log_sum", "entropy", "grad_logprob", "grad_entropy"), "*fp32")
+    backward = dict(out=pointer, logits=pointer, targets="*i64", **rows, out_stride="i32", width="i32", **counts)
+    both = {"HAS_GRAD_LOGPROB": True, "HAS_GRAD_ENTROPY": True}
+    for kernel, types, constants in [
+        (kernels.statistics_kernel, statistics, {"BLOCK": 8192}),
+        (kernels.backward_kernel, backward, {"BLOCK": 4096, **both}),
+    ]:
+        signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16})
+        assert ".target sm_90" in compiled.asm["ptx"] and compiled.asm["cubin"]
+
+
+@pytest.mark.parametrize("triton", ["installed", "missing"])
+def test_the_cpu_needs_no_triton(triton):
+    """torch may import Triton for itself where it is installed; the op must neither load the kernels nor need it."""
+    code = (
+        "import sys, torch\n"
+        f"if {triton == 'missing'}: sys.modules['triton'] = None\n"
+        "from megarl.ops.logprob import logprob_and_entropy as op\n"
+        "z = torch.randn(2, 5, requires_grad=True)\n"
+        "sum(op(z, torch.tensor([0, 1]))).sum().backward()\n"
+        "sys.exit('megarl.csrc' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
