@@ -1,0 +1,1 @@
+"""Prompts and examples: reading, tokenising, ordering, packing, balancing. No Megatron, no process group."""
