@@ -12,6 +12,7 @@ import contextlib
 import importlib.abc
 import sys
 import types
+import warnings
 
 import torch
 
@@ -245,6 +246,8 @@ def install() -> None:
     """Treat every megatron.core module, loaded or to come. Calling it again changes nothing."""
     if torch.Tensor.cuda is _tensor_cuda:
         return
+    # On a CPU the torch fallbacks that these warnings announce are what we want.
+    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|APEX).*not installed", module=r"megatron\.core")
     torch.Tensor.cuda = _tensor_cuda
     sys.meta_path.insert(0, _Hook())
     for name, module in list(sys.modules.items()):
