@@ -10,7 +10,7 @@ http://joschu.net/blog/kl-approx.html):
 
 Each is differentiable in logprob, as the loss term that it is; the gradient of k1's mean is zero in expectation, that of
 k2's is the KL's own. Clamps, as in verl: only k3 has them, r to [-20, 20] before the exponential and the value to
-[-10, 10] after; beyond a clamp the gradient is 0.
+[-10, 10] after; beyond a clamp the gradient is 0, and so far from the reference k3 underestimates.
 """
 
 from typing import Literal

@@ -75,8 +75,10 @@ def test_the_public_op_reaches_the_kernels(monkeypatch):
 
 
 @pytest.mark.parametrize("pointer", ["*fp32", "*bf16", "*fp16"])
-def test_kernels_compile_for_hopper(pointer):
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_kernels_compile_for_hopper(pointer, tmp_path, monkeypatch):
     """Down to the machine code of sm_90, which needs no GPU."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
