@@ -67,15 +67,16 @@ def _local_shapes(config, shapes, tp):
     groups_per_rank=st.integers(1, 2),
     heads_per_group=st.integers(1, 3),
     head_dim=st.sampled_from([2, 4]),
-    hidden=st.integers(3, 9),
+    hidden_per_head=st.integers(1, 3),
     ffn_per_rank=st.integers(1, 5),
     layers=st.integers(1, 3),
     vocab=st.integers(5, 23),
     tied=st.booleans(),
 )
 def test_pieces_cover_everything_once(
-    family, tp, groups_per_rank, heads_per_group, head_dim, hidden, ffn_per_rank, layers, vocab, tied
+    family, tp, groups_per_rank, heads_per_group, head_dim, hidden_per_head, ffn_per_rank, layers, vocab, tied
 ):
+    hidden = hidden_per_head * heads_per_group * groups_per_rank * tp
     config, shapes = _model(
         family, hidden, heads_per_group, groups_per_rank * tp, head_dim, ffn_per_rank * tp, layers, vocab, tied
     )
@@ -98,7 +99,7 @@ def test_pieces_cover_everything_once(
 
 def test_fused_qkv_lies_group_by_group():
     """Two KV groups of two query heads on one rank: q0 q1 k0 v0 q2 q3 k1 v1, as Megatron's linear_qkv has it."""
-    config, shapes = _model("llama", 3, 2, 2, 1, 2, 1, 5, True)
+    config, shapes = _model("llama", 4, 2, 2, 1, 2, 1, 5, True)
     name = "decoder.layers.0.self_attention.linear_qkv.weight"
     local = _local_shapes(config, shapes, 1)
     fused = torch.zeros(local[name])
