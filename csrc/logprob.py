@@ -53,7 +53,9 @@ def backward_into(
     """As ops.logprob.reference_backward_into. out and logits may be the same tensor; out's rows must be contiguous."""
     num_tokens, width = logits.shape
     if out.stride(1) != 1:
-        raise ValueError(f"the gradient's strides {out.stride()} must end in 1: call .contiguous() on the logits before the op")
+        raise ValueError(
+            f"the gradient's strides {out.stride()} must end in 1: call .contiguous() on the logits before the op"
+        )
     logits = _rows(logits)
     if num_tokens:
         block = min(_BACKWARD_BLOCK, triton.next_power_of_2(width))

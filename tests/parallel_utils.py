@@ -29,7 +29,9 @@ def run_ranks(function: Callable, world_size: int, *args: Any, timeout_seconds: 
             while not context.join(timeout=1.0, grace_period=2.0):
                 if time.monotonic() > deadline:
                     alive = [rank for rank, process in enumerate(context.processes) if process.is_alive()]
-                    raise TimeoutError(f"{function.__qualname__}: ranks {alive} of {world_size} ran over {timeout_seconds} s")
+                    raise TimeoutError(
+                        f"{function.__qualname__}: ranks {alive} of {world_size} ran over {timeout_seconds} s"
+                    )
         finally:
             for process in context.processes:
                 if process.is_alive():

@@ -43,7 +43,9 @@ def token_weights(
         denominator = num_sequences * lengths[sequence]
     elif mode == "seq-mean-token-sum-norm":
         if horizon is None:
-            raise ValueError("seq-mean-token-sum-norm needs a horizon: the length in tokens that a sequence is divided by")
+            raise ValueError(
+                "seq-mean-token-sum-norm needs a horizon: the length in tokens that a sequence is divided by"
+            )
         denominator = num_sequences * horizon
     else:
         raise ValueError(f"loss aggregation mode {mode!r} is not one of {', '.join(LossAggMode.__args__)}")

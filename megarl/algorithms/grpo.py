@@ -51,7 +51,9 @@ class Config(AlgorithmConfig):
     loss_scale_factor: float | None = key(
         None, "Tokens that seq-mean-token-sum-norm divides a sequence's sum by, e.g. data.max_response_length.", gt=0
     )
-    norm_adv_by_std_in_grpo: bool = key(True, "Divide advantages by the group's standard deviation; false is Dr. GRPO's.")
+    norm_adv_by_std_in_grpo: bool = key(
+        True, "Divide advantages by the group's standard deviation; false is Dr. GRPO's."
+    )
     use_kl_loss: bool = key(False, "Add the KL to the frozen reference to the loss; loads the reference.")
     kl_loss_coef: float = key(0.001, "Weight of that KL.", ge=0)
     kl_loss_type: kl.KLType = key("low_var_kl", "Its estimator: kl (k1), abs, mse (k2) or low_var_kl (k3).")
@@ -62,8 +64,8 @@ class Config(AlgorithmConfig):
         needs_horizon = self.loss_agg_mode == "seq-mean-token-sum-norm"
         if needs_horizon and self.loss_scale_factor is None:
             raise ValueError(
-                "loss_agg_mode=seq-mean-token-sum-norm needs loss_scale_factor, the length in tokens that it divides by "
-                "(usually data.max_response_length)"
+                "loss_agg_mode=seq-mean-token-sum-norm needs loss_scale_factor, the length in tokens that it divides "
+                "by (usually data.max_response_length)"
             )
         if not needs_horizon and self.loss_scale_factor is not None:
             raise ValueError(

@@ -6,10 +6,10 @@
     weights(batch, config, sum_over_ranks) -> [N] float32       the token weights of one mini-batch's loss
     token_loss(logprobs [N], entropy [N], batch, config) -> (loss [N], metrics: {name: [N]})
 
-The trainer minimises sum(batch.token_weights * loss), summed over micro-batches and ranks; metrics are averaged over the
-loss_mask tokens of the whole mini-batch. Everything is pure: tensors in, tensors out, no process group. What is global
-comes in as `sum_over_ranks`: it takes a float64 tensor of a shape that is the same on every rank, and returns its sum
-over the data-parallel ranks. It is a collective, so every rank calls it equally often, ranks without sequences too.
+The trainer minimises sum(batch.token_weights * loss), summed over micro-batches and ranks; metrics are averaged over
+the loss_mask tokens of the whole mini-batch. Everything is pure: tensors in, tensors out, no process group. What is
+global comes in as `sum_over_ranks`: it takes a float64 tensor of a shape that is the same on every rank, and returns its
+sum over the data-parallel ranks. It is a collective: every rank calls it equally often, ranks without sequences too.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Needs:
-    """What the trainer must put into the Batch before advantages() and token_loss(), beyond the policy's own log-probs."""
+    """What the trainer must put into the Batch for token_loss(), beyond the policy's own log-probs."""
 
     reference: bool  # Batch.ref_logprobs, from the frozen reference model
 

@@ -8,8 +8,8 @@ http://joschu.net/blog/kl-approx.html):
     mse, k2           r^2 / 2                   biased, low variance;  r
     low_var_kl, k3    exp(-r) - 1 + r           unbiased, never negative;  1 - exp(-r)
 
-Each is differentiable in logprob, as the loss term that it is; the gradient of k1's mean is zero in expectation, that of
-k2's is the KL's own. Clamps, as in verl: only k3 has them, r to [-20, 20] before the exponential and the value to
+Each is differentiable in logprob, as the loss term that it is: in expectation the gradient of k1 is zero, and that of
+k2 is the KL's own. Clamps, as in verl: only k3 has them, r to [-20, 20] before the exponential and the value to
 [-10, 10] after; beyond a clamp the gradient is 0, and so far from the reference k3 underestimates.
 """
 
@@ -21,7 +21,7 @@ KLType = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 
 
 def per_token(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: KLType) -> torch.Tensor:
-    """The estimate for each token, in nats, of the shape and type of logprobs. Raises ValueError for an unknown kind."""
+    """The estimate for each token, in nats, shaped like logprobs. Raises ValueError for an unknown kind."""
     log_ratio = logprobs - ref_logprobs
     if kind in ("kl", "k1"):
         return log_ratio

@@ -16,9 +16,10 @@ so one all-gather of a packed [4, N] tensor is all that the forward sends, and t
 holds its own columns, and the upstream gradients are the same on every rank. t is taken about the maximum, not about
 zero, so that large logits cost no digits.
 
-Passes and bytes per element of [N, V], in bf16: the forward reads the logits once (2 bytes); the backward reads them and
-writes their gradient (4 bytes). Statistics are fp32 (fp64 for fp64 logits). The torch reference below works on chunks of
-tokens, so beyond the logits and their gradient it holds a few fp32 buffers of CHUNK_ELEMENTS elements, whatever N is.
+Passes and bytes per element of [N, V], in bf16: the forward reads the logits once (2 bytes), the backward reads them
+and writes their gradient (4 bytes): 6 V_local bytes per token. Statistics are fp32 (fp64 for fp64 logits). The torch
+reference below works on chunks of tokens, so beyond the logits and their gradient it holds a few fp32 buffers of
+CHUNK_ELEMENTS elements (one row, where a row is longer), whatever N is.
 
 Every call with a group sends 16 N bytes per rank in one message (also greedy_match, whose two rows are fp64).
 """
@@ -243,7 +244,9 @@ def _check(logits, targets, group, vocab_size) -> tuple[int, int]:
     if vocab_size is None:
         vocab_size = ranks * width
     if not 0 < vocab_size <= ranks * width:
-        raise ValueError(f"vocab_size {vocab_size} must lie in 1..{ranks * width}: {ranks} ranks hold {width} columns each")
+        raise ValueError(
+            f"vocab_size {vocab_size} must lie in 1..{ranks * width}: {ranks} ranks hold {width} columns each"
+        )
     first = rank * width
     return first, min(max(vocab_size - first, 0), width)
 

@@ -24,9 +24,14 @@ def inputs(shape: str, dtype: str) -> dict:
     targets = FIRST + torch.randint(0, num_valid, (NUM_TOKENS,), generator=generator)
     targets[0], targets[1], targets[2] = FIRST - 1, FIRST + width, FIRST + width - 1
     if width > 5:
+        logits[2] = -torch.inf
         logits[3, : width // 2] = -torch.inf
         logits[4, 1::2] = -torch.inf
-    return dict(logits=logits, targets=targets, temperature=0.7, first=FIRST, num_valid=num_valid)
+    # The forward reads the widest shard in two blocks: one row is masked in the first, one's maximum is in the second.
+    if num_valid > 8192:
+        logits[3, :8192] = -torch.inf
+        logits[5, num_valid - 1] = logits[5].max() + 1
+    return {"logits": logits, "targets": targets, "temperature": 0.7, "first": FIRST, "num_valid": num_valid}
 
 
 def upstream(which: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -85,7 +85,7 @@ def test_kernels_compile_for_hopper(pointer, tmp_path, monkeypatch):
 
     from megarl.csrc import logprob as kernels
 
-    counts = dict(row_stride="i32", num_valid="i32", first="i32", temperature="fp32")
+    counts = {"row_stride": "i32", "num_valid": "i32", "first": "i32", "temperature": "fp32"}
     statistics = dict(logits=pointer, targets="*i64", statistics="*fp32", num_tokens="i32", **counts)
     rows = dict.fromkeys(("maximum", "log_sum", "entropy", "grad_logprob", "grad_entropy"), "*fp32")
     backward = dict(out=pointer, logits=pointer, targets="*i64", **rows, out_stride="i32", width="i32", **counts)

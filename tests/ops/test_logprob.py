@@ -231,7 +231,7 @@ def _on_shards():
         for ranks, group in groups.items():
             logits, targets, upstream = case(9, 20, seed=1, vocab_size=vocab_size)
             own = logits.chunk(ranks, dim=1)[dist.get_rank(group)]
-            arguments = dict(group=group, temperature=0.7, vocab_size=vocab_size)
+            arguments = {"group": group, "temperature": 0.7, "vocab_size": vocab_size}
             values = values_and_gradient(ops.logprob_and_entropy, own, targets, upstream, **arguments)
             match = ops.greedy_match(own, targets, group, vocab_size)
             tied = ops.greedy_match(torch.zeros(2, 5), torch.tensor([0, 5]), group)
