@@ -4,6 +4,7 @@ import datetime
 import os
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,16 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 
+class RankError(AssertionError):
+    """A rank raised, died or took too long; the message holds the tracebacks, the first to fail first."""
+
+
 def run_ranks(function: Callable, world_size: int, *args: Any, timeout_seconds: float = 120.0) -> list[Any]:
     """[function(*args) on rank r for r in range(world_size)], in fresh processes with a default gloo group.
 
     function: at the top level of an importable module; inside it, `torch.distributed` is initialised.
     args and results: what torch.save can hold (tensors, numbers, strings, lists, dicts).
-    A rank that raises ends the others, and its traceback is in the error; so does a rank that takes too long.
+    A rank that raises or takes too long ends them all, with a RankError.
     """
     with tempfile.TemporaryDirectory() as folder:
         context = torch.multiprocessing.spawn(
@@ -29,9 +34,11 @@ def run_ranks(function: Callable, world_size: int, *args: Any, timeout_seconds: 
             while not context.join(timeout=1.0, grace_period=2.0):
                 if time.monotonic() > deadline:
                     alive = [rank for rank, process in enumerate(context.processes) if process.is_alive()]
-                    raise TimeoutError(
-                        f"{function.__qualname__}: ranks {alive} of {world_size} ran over {timeout_seconds} s"
-                    )
+                    raise RankError(f"{function.__qualname__}: ranks {alive} took longer than {timeout_seconds} s")
+        except torch.multiprocessing.ProcessException as error:
+            failures = sorted(Path(folder).glob("*.traceback"), key=lambda file: file.stat().st_mtime_ns)
+            shown = "\n".join(f"rank {file.stem}: {file.read_text()}" for file in failures)
+            raise RankError(f"{function.__qualname__}: {shown or error}") from None
         finally:
             for process in context.processes:
                 if process.is_alive():
@@ -51,6 +58,11 @@ def _run_rank(rank: int, function: Callable, world_size: int, folder: str, timeo
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout_seconds),
     )
-    torch.save(function(*args), Path(folder, f"{rank}.pt"))
+    try:
+        torch.save(function(*args), Path(folder, f"{rank}.pt"))
+    except Exception:
+        # Written while the others still wait: what they then raise, a lost connection, comes second.
+        Path(folder, f"{rank}.traceback").write_text(traceback.format_exc())
+        raise
     dist.barrier()
     dist.destroy_process_group()

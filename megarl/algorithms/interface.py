@@ -8,8 +8,8 @@
 
 The trainer minimises sum(batch.token_weights * loss), summed over micro-batches and ranks; metrics are averaged over
 the loss_mask tokens of the whole mini-batch. Everything is pure: tensors in, tensors out, no process group. What is
-global comes in as `sum_over_ranks`: it takes a float64 tensor of a shape that is the same on every rank, and returns its
-sum over the data-parallel ranks. It is a collective: every rank calls it equally often, ranks without sequences too.
+global comes in as `sum_over_ranks`: it takes a float64 tensor of a shape that is the same on every rank, and returns
+its sum over the data-parallel ranks. It is a collective: every rank calls it equally often, with or without sequences.
 """
 
 from collections.abc import Callable
