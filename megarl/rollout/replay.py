@@ -73,7 +73,7 @@ class ReplayDriver:
     num_engines = 0
     engine_world_sizes: list[int] = []
 
-    def __init__(self, config: TrainConfig):
+    def __init__(self, config: TrainConfig, run_dir: Path):
         assert config.rollout.replay_dir is not None
         self._folder = Path(config.rollout.replay_dir)
         self._n = config.rollout.n
@@ -81,7 +81,7 @@ class ReplayDriver:
 
     @classmethod
     def start(cls, config: TrainConfig, run_dir: Path) -> ReplayDriver:
-        return cls(config)
+        return cls(config, run_dir)
 
     def wait_until_ready(self, on_progress: Callable[[str], None]) -> None:
         """ValueError when the folder holds no recording."""
