@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 
 class RankError(AssertionError):
@@ -35,7 +35,7 @@ def run_ranks(function: Callable, world_size: int, *args: Any, timeout_seconds: 
                 if time.monotonic() > deadline:
                     alive = [rank for rank, process in enumerate(context.processes) if process.is_alive()]
                     raise RankError(f"{function.__qualname__}: ranks {alive} took longer than {timeout_seconds} s")
-        except torch.multiprocessing.ProcessException as error:
+        except (ProcessRaisedException, ProcessExitedException) as error:
             failures = sorted(Path(folder).glob("*.traceback"), key=lambda file: file.stat().st_mtime_ns)
             shown = "\n".join(f"rank {file.stem}: {file.read_text()}" for file in failures)
             raise RankError(f"{function.__qualname__}: {shown or error}") from None
