@@ -15,7 +15,7 @@ from megarl.config.load import load
 from megarl.config.root import SFTConfig, TrainConfig
 from megarl.config.summary import batch_table
 from megarl.errors import MegarlError
-from megarl.parallel_versions import check_megatron, check_vllm
+from megarl.parallel.versions import check_megatron, check_vllm
 
 app = typer.Typer(
     add_completion=False,

@@ -7,7 +7,7 @@ import torch
 from megarl.config.root import SFTConfig
 from megarl.data import batch as batches
 from megarl.data.balancing import partition
-from megarl.data.sft import Example, batch_order, load_examples
+from megarl.data.sft import Example, ExampleOrder, load_examples
 from megarl.data.tokenizer import load_tokenizer
 from megarl.observability.metrics import Phases
 from megarl.observability.report import Reporter
@@ -32,16 +32,18 @@ def sft(config: SFTConfig, quiet: bool = False) -> None:
     run_dir = Path(config.trainer.output_dir)
     with Reporter(config, run_dir, speaks=layout.is_first, quiet=quiet) as report:
         tokenizer = load_tokenizer(config.model.path)
-        train_set = load_examples(config.data.train_files, config.data, tokenizer)
-        heldout = load_examples(config.data.val_files, config.data, tokenizer) if config.data.val_files else []
+        train_set = load_examples(config.data, tokenizer, "train")
+        heldout = list(load_examples(config.data, tokenizer, "val"))
+        for line in train_set.report:
+            report.note(line)
         policy = Policy(config.model, layout, optim=config.optim, optimizer_steps=config.trainer.total_steps)
         phases = Phases(device.now)
-        order = batch_order(len(train_set), config.data.train_batch_size, config.trainer.seed)
+        order = ExampleOrder(train_set, config.trainer.seed)
 
         for step in range(1, config.trainer.total_steps + 1):
             phases.reset()
             with phases("data"):
-                batch = share(train_set, next(order), layout)
+                batch = share(order.take(config.data.train_batch_size), layout)
             with phases("update"):
                 weights = batch.loss_mask / policy.sum_over_dp(batch.loss_mask.sum()).clamp(min=1)
                 metrics = policy.update(
@@ -64,11 +66,11 @@ def negative_log_likelihood(logprobs: torch.Tensor, entropy: torch.Tensor, batch
     return -logprobs, {"policy/entropy_avg": entropy}
 
 
-def share(examples: list[Example], chosen: list[int], layout: layouts.Layout) -> Batch:
-    """This data-parallel rank's examples of a global batch, balanced by tokens, packed."""
-    lengths = [len(examples[i][0]) + len(examples[i][1]) for i in chosen]
+def share(examples: list[Example], layout: layouts.Layout) -> Batch:
+    """This data-parallel rank's part of a global batch, balanced by tokens, packed."""
+    lengths = [len(prompt) + len(answer) for prompt, answer in examples]
     mine = partition(lengths, layout.dp_size)[layout.dp_rank]
-    return batches.from_examples([examples[chosen[i]] for i in mine], mine, len(chosen))
+    return batches.from_examples([examples[i] for i in mine], mine, len(examples))
 
 
 def exact_match(policy: Policy, examples: list[Example], layout: layouts.Layout, max_tokens: int) -> float:
@@ -77,7 +79,7 @@ def exact_match(policy: Policy, examples: list[Example], layout: layouts.Layout,
     By induction: greedy decoding writes the true answer if and only if, after the prompt and each true prefix, the true
     next token is the most likely one. So one forward pass over the true answers tells.
     """
-    batch = share(examples, list(range(len(examples))), layout)
+    batch = share(examples, layout)
     wrong = (1.0 - policy.greedy_matches(batch, max_tokens)) * batch.loss_mask
     wrong_tokens = torch.zeros(len(batch.index)).index_add_(0, batch.sequence_ids, wrong)
     return float(policy.sum_over_dp((wrong_tokens == 0).sum())) / len(examples)

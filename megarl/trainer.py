@@ -12,7 +12,7 @@ from megarl.observability.report import Reporter
 from megarl.parallel import device, layout as layouts
 from megarl.resharding import files
 from megarl.resharding.gathered import GatheredBridge
-from megarl.rollout.handle import start_driver
+from megarl.rollout.start import start_driver
 from megarl.training import distribute as distribution
 from megarl.training.policy import Policy
 from megarl.training.steps import update, with_logprobs

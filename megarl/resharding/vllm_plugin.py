@@ -14,6 +14,7 @@ def register() -> None:
     """Make `--weight-transfer-config '{"backend": "megarl"}'` known. Called by vLLM in each of its processes."""
     from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
     from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     from megarl.resharding import transport
@@ -60,6 +61,11 @@ def register() -> None:
 
         def finish_weight_update(self) -> None:
             finalize_layerwise_reload(self.model, self.model_config)
+            # A tied lm_head loads nothing itself, so the reload leaves out its post-processing; on the CPU that is a
+            # prepacked copy, which would go on answering with the old embedding.
+            for module in self.model.modules():
+                if isinstance(module, ParallelLMHead) and isinstance(module.quant_method, UnquantizedEmbeddingMethod):
+                    module.quant_method.process_weights_after_loading(module)
 
         def shutdown(self) -> None:
             self.link = None

@@ -1,0 +1,121 @@
+"""What a person sees of a run, and what it leaves behind. Rank 0 speaks; on other ranks every method does nothing."""
+
+import json
+import time
+from pathlib import Path
+
+from megarl.config.explain import dump
+from megarl.config.root import SFTConfig, TrainConfig
+from megarl.observability.loggers import Loggers, ProgressBar
+from megarl.observability.metrics import rollout_metrics
+from megarl.observability.plots import plot_run
+from megarl.observability.tables import sample_table
+from megarl.types import Rollout
+
+SAMPLE_ROWS = 6
+OWN_FILES = ("metrics.jsonl", "config.yaml", "summary.json", "reward.png", "samples.jsonl")
+
+
+class Reporter:
+    """Progress, tables, metrics, plot and summary of one run, as a context manager.
+
+    The summary is written when the run ends well; metrics are on disk after every step.
+    """
+
+    def __init__(self, config: TrainConfig | SFTConfig, run_dir: Path, speaks: bool, quiet: bool):
+        self.speaks = speaks
+        self.quiet = quiet
+        self.run_dir = run_dir
+        self.config = config
+        self.summary: dict = {"seed": config.trainer.seed}
+        self.seconds: list[dict[str, float]] = []
+        self.completions = 0
+
+    def __enter__(self) -> "Reporter":
+        if not self.speaks:
+            return self
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        for name in OWN_FILES:
+            (self.run_dir / name).unlink(missing_ok=True)
+        (self.run_dir / "config.yaml").write_text(dump(self.config))
+        trainer = self.config.trainer
+        self.bar = ProgressBar(trainer.total_steps, quiet=self.quiet or "console" not in trainer.logger)
+        self.loggers = Loggers(
+            trainer.logger, self.run_dir, self.config.model_dump(mode="json"), trainer.project_name, trainer.experiment_name
+        )
+        self.started = time.monotonic()
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if not self.speaks:
+            return
+        self.bar.close()
+        self.loggers.close()
+        if kind is None:
+            self._finish()
+
+    def note(self, line: str) -> None:
+        """One line about something that takes a while or that a person should know."""
+        if self.speaks:
+            self.bar.note(line)
+
+    def step(self, step: int, rollouts: list[Rollout], metrics: dict[str, float], seconds: dict[str, float]) -> None:
+        """One finished step: metrics to every logger, a line or the bar, now and then a table of samples."""
+        if not self.speaks:
+            return
+        found = rollout_metrics(rollouts) | metrics | {f"time/{name}": value for name, value in seconds.items()}
+        self.completions += sum(len(r.completions) for r in rollouts)
+        tokens = sum(len(c.token_ids) for r in rollouts for c in r.completions)
+        elapsed = time.monotonic() - self.started
+        found |= {
+            "time/total": sum(seconds.values()),
+            "throughput/tokens_per_second": tokens / sum(seconds.values()),
+            "episode": self.completions,
+            "eps": self.completions / elapsed,
+        }
+        self._record(step, found, seconds)
+        self.summary.setdefault("train_reward_first", found["objective/scores"])
+        self.summary["train_reward_last"] = found["objective/scores"]
+        worst = max(self.summary.get("parity_max_abs_logprob", 0.0), found["parity/max_abs_logprob"])
+        self.summary["parity_max_abs_logprob"] = worst
+        every = self.config.trainer.sample_table_freq
+        if every and step % every == 0:
+            rows = sample_table(rollouts, SAMPLE_ROWS, self.bar.console, title=f"step {step}: sample completions")
+            with open(self.run_dir / "samples.jsonl", "a") as file:
+                file.writelines(json.dumps({"step": step} | row) + "\n" for row in rows)
+
+    def sft_step(self, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None:
+        """One finished step of supervised training."""
+        if self.speaks:
+            found = metrics | {f"time/{name}": value for name, value in seconds.items()}
+            self._record(step, found | {"time/total": sum(seconds.values())}, seconds)
+            self.summary["loss_last"] = metrics["loss"]
+
+    def _record(self, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None:
+        self.loggers.log(step, metrics)
+        self.bar.update(step, metrics)
+        self.seconds.append(seconds | {"total": sum(seconds.values())})
+        self.summary["steps"] = step
+
+    def heldout(self, step: int, metrics: dict[str, float]) -> None:
+        """What held-out prompts say after `step` steps (0: before the first)."""
+        if not self.speaks:
+            return
+        self.loggers.log(step, metrics)
+        parts = [f"{name.removeprefix('heldout/')} {value:.3f}" for name, value in metrics.items() if "accuracy" in name]
+        self.bar.note(f"step {step}: held-out {', '.join(parts)}")
+        when = "before" if step == 0 else "after"
+        for kind in ("sampled", "greedy"):
+            if f"heldout/{kind}_accuracy" in metrics:
+                self.summary[f"heldout_{kind}_{when}"] = metrics[f"heldout/{kind}_accuracy"]
+
+    def _finish(self) -> None:
+        if self.seconds:
+            names = self.seconds[0]
+            means = {name: sum(s[name] for s in self.seconds) / len(self.seconds) for name in names}
+            self.summary["seconds_per_step"] = {name: round(value, 4) for name, value in means.items()}
+        self.summary["seconds_in_all"] = round(time.monotonic() - self.started, 1)
+        self.summary["completions"] = self.completions
+        (self.run_dir / "summary.json").write_text(json.dumps(self.summary, indent=2) + "\n")
+        plot = plot_run(self.run_dir)
+        self.bar.note(f"results in {self.run_dir}: summary.json, {plot.name}, metrics.jsonl, model/")
