@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from pydantic import field_validator
+
 from megarl.config.base import Section, key
 
 
@@ -26,3 +28,8 @@ class TrainerConfig(Section):
     val_before_train: bool = key(True, "Also validate before the first step.")
     save_freq: int = key(0, "Export Hugging Face weights every so many steps; 0 only at the end.", ge=0)
     sample_table_freq: int = key(20, "Print a table of sample completions every so many steps; 0 never does.", ge=0)
+
+    @field_validator("logger", mode="before")
+    @classmethod
+    def _as_list(cls, value):
+        return [value] if isinstance(value, str) else value
