@@ -19,14 +19,17 @@ def _as_files(value):
 
 
 class DataConfig(Section):
-    train_files: list[DataFile] = key(..., "Training files: a path, a list of paths, or a list of {path, weight}.", min_length=1)
+    train_files: list[DataFile] = key(
+        ..., "Training files: a path, a list of paths, or a list of {path, weight}.", min_length=1
+    )
     val_files: list[DataFile] = key([], "Held-out files, in the same forms.")
     prompt_key: str = key("prompt", "Column with the prompt: chat messages, or plain text (used as one user message).")
     train_batch_size: int = key(..., "Prompts per step; completions per step are this times rollout.n.", gt=0)
     max_prompt_length: int = key(512, "Longest prompt, in tokens.", gt=0)
     max_response_length: int = key(512, "Longest completion, in tokens.", gt=0)
     truncation: Literal["error", "left", "right"] = key(
-        "error", "What to do with a prompt over max_prompt_length: refuse the dataset, or keep its end (left) or start (right)."
+        "error",
+        "What to do with a prompt over max_prompt_length: refuse the dataset, or keep its end (left) or start (right).",
     )
     filter_overlong_prompts: bool = key(False, "Drop prompts over max_prompt_length instead, and say how many.")
     shuffle: bool = key(True, "Draw training prompts in a fresh seeded order every epoch.")

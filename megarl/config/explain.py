@@ -32,6 +32,8 @@ def explain(key: str, root: type[Section], algorithms: Mapping[str, type[Algorit
     """
     if not key:
         return _section("", schema(root))
+    if "algorithm" in root.model_fields and aliases.resolve(key, root) == ("algorithm.name",):
+        return f"{_one('algorithm.name', schema(root), root)}\n  allowed: {', '.join(algorithms)}"
     schemas = {name: schema(root, algorithm=section) for name, section in algorithms.items()}
     schemas = schemas if "algorithm" in root.model_fields and schemas else {"": schema(root)}
     targets = [target for target in aliases.resolve(key, root) if any(target in known for known in schemas.values())]
@@ -44,7 +46,7 @@ def explain(key: str, root: type[Section], algorithms: Mapping[str, type[Algorit
         if len(set(told.values())) == 1 and not target.startswith("algorithm"):
             told = {"": next(iter(told.values()))}
         for name, text in told.items():
-            paragraphs.append(f"With algorithm.name={name}:\n{text}" if name and target != "algorithm.name" else text)
+            paragraphs.append(f"With algorithm.name={name}:\n{text}" if name else text)
     return "\n\n".join(dict.fromkeys(paragraphs))
 
 

@@ -1,4 +1,4 @@
-"""`rollout.*`: the engines and how they sample. `reward.*`: what a completion is worth. `sync.*`: weights into engines."""
+"""`rollout.*`: engines and how they sample. `reward.*`: what a completion is worth. `sync.*`: weights into engines."""
 
 from typing import Literal
 
@@ -22,7 +22,9 @@ class RolloutConfig(Section):
     gpu_memory_utilization: float = key(0.5, "Share of a GPU's memory that an engine may take (CUDA only).", gt=0, le=1)
     kv_cache_memory_mib: int = key(256, "Memory for the key-value cache of an engine on the CPU (CPU only).", gt=0)
     max_num_seqs: int = key(256, "Completions that an engine works on at once.", gt=0)
-    enforce_eager: bool = key(True, "Run the engine without CUDA graphs or torch.compile: starts faster, decodes slower.")
+    enforce_eager: bool = key(
+        True, "Run the engine without CUDA graphs or torch.compile: starts faster, decodes slower."
+    )
     free_cache_engine: bool = key(False, "Put engines to sleep (level 1) while the trainer works: colocated GPUs.")
     start_timeout_seconds: float = key(600.0, "Longest wait for an engine to answer after its start.", gt=0)
     request_timeout_seconds: float = key(600.0, "Longest wait for one prompt's completions before it is retried.", gt=0)
@@ -43,7 +45,9 @@ class RewardFunction(Section):
 
 
 class RewardConfig(Section):
-    functions: list[RewardFunction] = key(..., "Reward functions: a name, a list of names, or a list of {name, weight}.", min_length=1)
+    functions: list[RewardFunction] = key(
+        ..., "Reward functions: a name, a list of names, or a list of {name, weight}.", min_length=1
+    )
 
     @field_validator("functions", mode="before")
     @classmethod

@@ -65,14 +65,14 @@ class TrainConfig(Section):
         self.world_size  # noqa: B018 - raises when the layout does not fit
         if self.completions_per_step % self.actor.ppo_mini_batch_size:
             raise ValueError(
-                f"actor.ppo_mini_batch_size={self.actor.ppo_mini_batch_size} must divide the {self.completions_per_step} "
-                f"completions of a step (data.train_batch_size={self.data.train_batch_size} x rollout.n={self.rollout.n}); "
-                "it counts completions, not prompts"
+                f"actor.ppo_mini_batch_size={self.actor.ppo_mini_batch_size} must divide the "
+                f"{self.completions_per_step} completions of a step (data.train_batch_size="
+                f"{self.data.train_batch_size} x rollout.n={self.rollout.n}); it counts completions, not prompts"
             )
         if self.actor.ppo_max_token_len_per_gpu < self.max_sequence_length:
             raise ValueError(
-                f"actor.ppo_max_token_len_per_gpu={self.actor.ppo_max_token_len_per_gpu} is less than one sequence can hold "
-                f"(data.max_prompt_length={self.data.max_prompt_length} + data.max_response_length="
+                f"actor.ppo_max_token_len_per_gpu={self.actor.ppo_max_token_len_per_gpu} is less than one sequence can "
+                f"hold (data.max_prompt_length={self.data.max_prompt_length} + data.max_response_length="
                 f"{self.data.max_response_length} = {self.max_sequence_length}); raise it or shorten the sequences"
             )
         if self.log_prob_max_token_len_per_gpu < self.max_sequence_length:
@@ -91,9 +91,14 @@ class SFTConfig(Section):
     model: ModelConfig = key(..., "The model to train.")
     optim: OptimConfig = key(OptimConfig(lr=1e-5), "Adam and the learning-rate schedule.")
     data: SFTDataConfig = key(..., "Examples: a prompt and its answer.")
-    max_token_len_per_gpu: int = key(16384, "Tokens per micro-batch. Changes memory and speed, never the gradient.", gt=0)
+    max_token_len_per_gpu: int = key(
+        16384, "Tokens per micro-batch. Changes memory and speed, never the gradient.", gt=0
+    )
     stop_at_exact_match: float | None = key(
-        None, "Stop when greedy decoding would answer this share of data.val_files exactly. Default: run all steps.", gt=0, le=1
+        None,
+        "Stop when greedy decoding would answer this share of data.val_files exactly. Default: run all steps.",
+        gt=0,
+        le=1,
     )
 
     @property

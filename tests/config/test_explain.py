@@ -94,6 +94,11 @@ def test_an_algorithms_keys_are_told_per_algorithm():
     assert text.index("With algorithm.name=other:") < text.index("default: 0.1")
 
 
+def test_the_algorithms_name_lists_the_known_ones():
+    text = explain("algorithm.adv_estimator", TrainConfig, {"toy": Toy, "other": Other})
+    assert text.startswith("algorithm.name\n") and text.endswith("allowed: toy, other")
+
+
 def test_an_unknown_key_gives_near_names():
     with pytest.raises(ValueError, match="there is no key rolout.n; did you mean rollout.n"):
         explain("rolout.n", TrainConfig, {"toy": Toy})

@@ -132,7 +132,8 @@ def test_every_problem_has_its_line_with_place_key_value_and_remedy(train, tmp_p
         ),
         (
             "num_generatoins=4",
-            "num_generatoins=4: there is no such key; did you mean rollout.n (num_generations) or actor.ppo_epochs (num_iterations)?",
+            "num_generatoins=4: there is no such key; "
+            "did you mean rollout.n (num_generations) or actor.ppo_epochs (num_iterations)?",
         ),
         ("xyzzy=4", "xyzzy=4: there is no such key; no key has a similar name"),
     ],
