@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.ops import logprob as ops
 from tests.parallel_utils import run_ranks
@@ -142,6 +143,28 @@ def test_chunks_do_not_show(monkeypatch):
     monkeypatch.setattr(ops, "CHUNK_ELEMENTS", 100)
     chunked = values_and_gradient(ops.logprob_and_entropy, logits, targets, upstream)
     assert all(torch.equal(a, b) for a, b in zip(whole, chunked, strict=True))
+
+
+class LargestFloat32(TorchDispatchMode):
+    """Elements of the largest fp32 tensor that any operation returns."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
+            self.num_elements = max(self.num_elements, result.numel())
+        return result
+
+
+def test_no_fp32_copy_of_all_logits(monkeypatch):
+    monkeypatch.setattr(ops, "CHUNK_ELEMENTS", 4000)
+    logits, targets, upstream = case(64, 1000, torch.bfloat16)
+    with LargestFloat32() as largest:
+        statistics = ops.reference_local_statistics(logits, targets, 0.7, 0, 990)
+        maximum, log_sum, _, entropy = ops.merge_statistics(statistics[None])
+        ops.reference_backward_into(logits, logits, targets, maximum, log_sum, entropy, *upstream, 0.7, 0, 990)
+    assert 0 < largest.num_elements <= 4000
 
 
 def test_the_backward_may_overwrite_the_logits():
