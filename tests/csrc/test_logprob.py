@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.csrc import logprob_cases as cases
 # the interpreter's cast to bf16 cuts off where hardware rounds: one unit in the last place.
 GRAD_TOLERANCE = {"fp32": 2e-6, "bf16": 2.0**-7, "fp16": 2.0**-10}
 
+ROOT = Path(__file__).parents[2]
 NAMES = [f"{shape} {dtype}" for shape in cases.SHAPES for dtype in cases.DTYPES]
 
 
@@ -29,6 +31,7 @@ def interpreted(tmp_path_factory):
     subprocess.run(
         [sys.executable, "-m", "tests.csrc.logprob_cases", str(file)],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
         check=True,
         timeout=120,
     )
@@ -111,4 +114,4 @@ def test_the_cpu_needs_no_triton(triton):
         "sum(op(z, torch.tensor([0, 1]))).sum().backward()\n"
         "sys.exit('megarl.csrc' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
