@@ -3,13 +3,15 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_quick_run_writes_every_arm(tmp_path):
     out = tmp_path / "results" / "logprob.json"
-    subprocess.run(
-        [sys.executable, "benchmarks/bench_logprob.py", "--quick", "--out", str(out)], check=True, timeout=120
-    )
+    command = [sys.executable, "benchmarks/bench_logprob.py", "--quick", "--out", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=240)
     result = json.loads(out.read_text())
     assert result["conditions"]["threads"] == 1 and len(result["rows"]) == 4
     assert len({row["arm"] for row in result["rows"]}) == 2
