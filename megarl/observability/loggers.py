@@ -68,7 +68,7 @@ class TensorboardLogger:
 
 
 class WandbLogger:
-    """A Weights & Biases run, its files in <run_dir>/wandb; offline (`wandb sync` sends it later) when there is no key."""
+    """A wandb run with its files in <run_dir>/wandb; offline when there is no key (`wandb sync` sends it later)."""
 
     def __init__(self, run_dir: Path, config: dict[str, Any], project: str, experiment: str):
         _require("wandb")
@@ -226,11 +226,11 @@ def _number(value: float) -> float | int:
 
 
 def _require(package: str) -> None:
-    # A folder named "wandb" in the working directory, where wandb itself leaves one, also has a spec: without an origin.
+    # A mere folder named "wandb" in the working directory has a spec too, but one without an origin.
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         raise MegarlError(
-            f"trainer.logger lists {package}, which is not installed: pip install {package}, or leave it out of the list"
+            f"trainer.logger lists {package}, which is not installed: pip install {package}, or take it off the list"
         )
 
 

@@ -13,8 +13,8 @@ class Phases:
     """Times the phases of a step: `with phases("generate"): ...`, then `phases.seconds()`.
 
     Args:
-        clock: returns seconds. On an accelerator, one that waits for queued kernels first, so that each phase is charged
-            with its own work.
+        clock: returns seconds. On an accelerator, one that waits for queued kernels first, so that each phase is
+            charged with its own work.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):

@@ -18,8 +18,8 @@ HELDOUT = (
 def plot_run(run_dir: Path) -> Path:
     """Draw metrics.jsonl of `run_dir` into reward.png, or loss.png for a supervised run, and return its path.
 
-    Thin line: every step. Thick line: the mean over the last steps (a tenth of the run, 50 at most). Points: accuracy on
-    held-out prompts.
+    Thin line: every step. Thick line: the mean over the steps around (a tenth of the run, 51 at most). Points: accuracy
+    on held-out prompts.
 
     Raises:
         MegarlError: run_dir holds no metrics.jsonl, or one without a reward and without a loss.
@@ -62,7 +62,7 @@ def plot_run(run_dir: Path) -> Path:
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(handles=drawn, loc="outside lower center", ncols=len(drawn), frameon=False)
+    figure.legend(handles=drawn, loc="outside lower center", ncols=len(drawn), frameon=False, fontsize=9)
     path = run_dir / f"{name}.png"
     figure.savefig(path)
     return path
@@ -86,19 +86,22 @@ def series(lines: list[dict], name: str) -> tuple[np.ndarray, np.ndarray]:
     return tuple(np.array(found, dtype=np.float64).reshape(-1, 2).T)
 
 
-def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """[K] -> [K], the mean of each value and the up to `window` - 1 before it."""
+def running_mean(values: np.ndarray, reach: int) -> np.ndarray:
+    """[K] -> [K], the mean of each value and up to `reach` neighbours on each side, as many left as right.
+
+    Centred, so that the mean of a rising curve does not trail behind it.
+    """
     sums = np.cumsum(np.concatenate([[0.0], values]))
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(ends - window, 0)
-    return (sums[ends] - sums[starts]) / (ends - starts)
+    place = np.arange(len(values))
+    reaches = np.minimum(reach, np.minimum(place, place[::-1]))
+    return (sums[place + reaches + 1] - sums[place - reaches]) / (2 * reaches + 1)
 
 
 def _curve(axes, steps: np.ndarray, values: np.ndarray, label: str):
-    window = int(np.clip(len(values) // 10, 1, 50))
+    reach = min(len(values) // 20, 25)
     axes.plot(steps, values, color=BLUE, linewidth=0.8, alpha=0.35)
     (line,) = axes.plot(
-        steps, running_mean(values, window), color=BLUE, linewidth=2, label=f"{label} (mean of {window})"
+        steps, running_mean(values, reach), color=BLUE, linewidth=2, label=f"{label} (mean of {2 * reach + 1} steps)"
     )
     return line
 
@@ -107,5 +110,6 @@ def _points(axes, heldout) -> list:
     drawn = []
     for (steps, values), label, colour, marker in heldout:
         if steps.size:
-            drawn += axes.plot(steps, values, color=colour, marker=marker, markersize=5, linewidth=1, alpha=0.9, label=label)
+            look = {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1, "clip_on": False}
+            drawn += axes.plot(steps, values, label=label, **look)
     return drawn
