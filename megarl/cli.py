@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -131,16 +131,21 @@ def _show(config, rows: list[tuple[str, str]]) -> None:
 
 
 @app.command()
-def explain(key: Annotated[str, typer.Argument(help="A key, like actor.optim.lr, or a section, like actor.")]) -> None:
-    """Say what a configuration key does."""
-    print(explaining.explain(key, {"train": TrainConfig, "sft": SFTConfig}, algorithms))
+def explain(
+    key: Annotated[str, typer.Argument(help="A key, like actor.optim.lr, or a section, like actor.")] = "",
+    command: Annotated[Literal["train", "sft"], typer.Option("--command", "-c", help="Whose configuration.")] = "train",
+    debug: Debug = False,
+) -> None:
+    """Say what a configuration key does; without a key, list the sections."""
+    root = {"train": TrainConfig, "sft": SFTConfig}[command]
+    print(explaining.explain(key, root, {name: algorithms.get(name).Config for name in algorithms.names()}))
 
 
 @app.command("make-task")
 def make_task(
     name: Annotated[str, typer.Argument(help="The task; arithmetic is the only one.")],
     output_dir: Annotated[Path, typer.Option(help="Folder for tokenizer, data and initial model.")],
-    seed: Annotated[int, typer.Option(help="Seeds the split, the noise and the initial weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seeds the demonstrations' noise and the initial weights.")] = 0,
     debug: Debug = False,
 ) -> None:
     """Make a small task locally: tokenizer, data and a randomly initialised model."""

@@ -89,9 +89,8 @@ def test_pieces_cover_everything_once(
             piece.view(touched[piece.tensor]).add_(1)
             piece.of(written[piece.name]).add_(1)
         for name, count in touched.items():
-            assert count.max() == 1, name
             padded = name in ("embedding.word_embeddings.weight", "output_layer.weight")
-            assert padded or count.min() == 1, name
+            assert set(count.flatten().tolist()) <= ({0, 1} if padded else {1}), name
     replicated = {n for n, s in shapes.items() if "norm" in n}
     for name, count in written.items():
         assert torch.equal(count, torch.full_like(count, tp if name in replicated else 1)), name
