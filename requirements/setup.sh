@@ -32,12 +32,16 @@ make setup PYTHON=/path/to/python3.11"
 python3.11-venv)."
 command -v lscpu >/dev/null || fail "vLLM's CPU build needs the command lscpu (Debian, Ubuntu: apt-get install util-linux)."
 
+# The lock lasts until the last process started here has ended, whatever became of this one.
+exec 9<requirements/setup.sh
+flock --nonblock 9 || fail "another one is at work in this checkout; wait for it, or end it."
+
 if [ -e "$unfinished" ] || [ "$(version .venv/bin/python)" != 3.11 ] || ! .venv/bin/python -m pip --version >/dev/null 2>&1
 then
     echo "Preparing .venv: $(grep -c '^[^#]*==' "$lock") packages, 3.5 GB; two to three minutes and the download. Log: $log"
-    rm -rf .venv
-    mkdir .venv
-    touch "$unfinished"
+    mkdir -p .venv
+    touch "$unfinished" # first in, last out: a half-removed .venv must not pass for a good one
+    find .venv -mindepth 1 ! -path "$unfinished" -delete
     "$python" -m venv .venv >"$log" 2>&1 || fail_with_log "could not create .venv."
 else
     echo "Bringing .venv up to date with $lock and setup.py. Log: $log"
@@ -45,26 +49,27 @@ else
     : >"$log"
 fi
 
-pip_install() {
-    .venv/bin/python -m pip install --disable-pip-version-check --no-input --no-deps --no-compile "$@"
-}
+pip_install=(.venv/bin/python -m pip install --disable-pip-version-check --no-input --no-deps --no-compile)
 
 # pip unpacks on one core: torch, the largest, goes beside all the others. The log keeps their order.
 torch=$(grep '^torch==' "$lock")
-{
-    pip_install "$torch" || { grep -q '^torch==' "$lock" && pip_install --index-url "$torch_index" "$torch"; }
-} >.venv/setup-torch.log 2>&1 &
+"${pip_install[@]}" "$torch" >.venv/setup-torch.log 2>&1 &
 torch_job=$!
+trap 'echo "make setup: interrupted; run it again to start afresh" >&2; exit 130' INT
+trap '[ -z "$torch_job" ] || kill "$torch_job" 2>/dev/null || true' EXIT
 others_failed=
-pip_install -r <(grep -v '^torch==' "$lock") >>"$log" 2>&1 || others_failed=yes
+"${pip_install[@]}" -r <(grep -v '^torch==' "$lock") >>"$log" 2>&1 || others_failed=yes
 torch_failed=
-wait "$torch_job" || torch_failed=yes
+if ! wait "$torch_job"; then
+    "${pip_install[@]}" --index-url "$torch_index" "$torch" >>.venv/setup-torch.log 2>&1 || torch_failed=yes
+fi
+torch_job=
 cat .venv/setup-torch.log >>"$log" && rm .venv/setup-torch.log
 [ -z "$torch_failed" ] || fail_with_log "could not install $torch. pip found it neither in its own indexes nor at \
 $torch_index; name an index that has PyTorch's CPU wheels: make setup TORCH_INDEX_URL=URL"
 [ -z "$others_failed" ] || fail_with_log "could not install $lock."
 
-pip_install --no-build-isolation -e . >>"$log" 2>&1 || fail_with_log "could not install megarl itself."
+"${pip_install[@]}" --no-build-isolation -e . >>"$log" 2>&1 || fail_with_log "could not install megarl itself."
 
 # Byte code saves each process 12 s of imports; pip would write it too, on one core and with the packages' own tests.
 # A few packages ship templates that are no valid Python, hence no check of the result.
