@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import contextmanager
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,9 +14,11 @@ from megarl.config.root import TrainConfig
 
 # Runs inside the rollout driver: the only place from which a test can look at that process's modules.
 SPY_REWARD = """
-import sys
+import pathlib, sys
 
 def spy(completions, prompts, ground_truth, finish_reason, data_source, **columns):
+    if (pathlib.Path(__file__).parent / "fail").exists():
+        raise OSError("asked to")
     assert len(completions) == len(prompts) == len(ground_truth) == len(finish_reason) == len(columns["level"])
     megatron = float(any(name.split(".")[0] == "megatron" for name in sys.modules))
     return [{"score": float(len(text)), "megatron": megatron} for text in completions]
@@ -24,7 +27,7 @@ def spy(completions, prompts, ground_truth, finish_reason, data_source, **column
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory):
-    """tiny_checkpoint("qwen2-tied" | "qwen2-untied") -> folder: Qwen2, hidden 64, 2 layers, 4 heads of 32, fp32, 128 tokens."""
+    """tiny_checkpoint("qwen2-tied" | "qwen2-untied") -> folder: Qwen2, hidden 128, 2 layers, 4 heads of 32, fp32, 128 tokens."""
     made: dict[str, Path] = {}
 
     def make(kind: str = "qwen2-untied") -> Path:
@@ -80,11 +83,32 @@ def engine_socket_dir(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def driver(tiny_config, engine_socket_dir, tmp_path_factory):
+def record_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("recorded")
+
+
+@pytest.fixture
+def spy_fails(tiny_config):
+    """A context in which the reward function of `tiny_config` raises."""
+
+    @contextmanager
+    def context():
+        flag = Path(tiny_config().reward.functions[0].name.rpartition(":")[0]).parent / "fail"
+        flag.touch()
+        try:
+            yield
+        finally:
+            flag.unlink()
+
+    return context()
+
+
+@pytest.fixture(scope="session")
+def driver(tiny_config, engine_socket_dir, record_dir, tmp_path_factory):
     """A ready rollout driver with one engine of the tiny untied checkpoint, at its initial weights."""
     from megarl.rollout.handle import RolloutDriver
 
-    config = tiny_config({"rollout": {"socket_dir": str(engine_socket_dir)}})
+    config = tiny_config({"rollout": {"socket_dir": str(engine_socket_dir), "record_dir": str(record_dir)}})
     lines: list[str] = []
     with RolloutDriver.start(config, tmp_path_factory.mktemp("driver_run")) as driver:
         driver.wait_until_ready(lines.append)
@@ -101,12 +125,11 @@ def _save_checkpoint(folder: Path, tied: bool) -> Path:
     build_tokenizer().save_pretrained(folder)
     config = Qwen2Config(
         vocab_size=128,
-        hidden_size=64,
+        hidden_size=128,  # heads of 32: the smallest that vLLM's CPU attention takes
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,  # the smallest that vLLM's CPU attention takes
         max_position_embeddings=256,
         initializer_range=0.2,
         tie_word_embeddings=tied,

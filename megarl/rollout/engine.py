@@ -135,9 +135,17 @@ class Engine:
                 reported = waited
                 on_progress(f"{self.name}: starting vLLM, {waited:.0f} s")
             await asyncio.sleep(0.2)
-        # The first request pays for lazy imports and buffers (seconds on the CPU): not in the first step.
-        await self.client.complete(np.zeros(1, np.int32), Sampling(n=2, temperature=1.0, max_tokens=2, seed=0))
+        await self._warm_up()
         on_progress(f"{self.name}: ready after {time.monotonic() - started:.0f} s")
+
+    async def _warm_up(self) -> None:
+        """The first request pays for lazy imports and buffers (seconds on the CPU), and finds what a start does not: an
+        attention kernel without this head size, memory that does not suffice."""
+        try:
+            await self.client.complete(np.zeros(1, np.int32), Sampling(n=2, temperature=1.0, max_tokens=2, seed=0))
+        except MegarlError as error:
+            await self.died_within(_GRACE_SECONDS)
+            raise self.failure(f"started but could not answer its first request: {error}") from None
 
     @property
     def is_alive(self) -> bool:

@@ -42,6 +42,7 @@ class EnginePool:
         for _ in range(self._max_retries + 1):
             engine = await self._acquire(sampling.n, tried)
             if engine is None:
+                failures += [str(dead.failure("died")) for dead in self.engines if dead.name not in tried]
                 break
             try:
                 return await engine.client.complete(prompt, sampling)
@@ -51,7 +52,7 @@ class EnginePool:
             finally:
                 async with self._freed:
                     self._freed.notify_all()
-        raise MegarlError("\n".join(dict.fromkeys(failures)) or "no engine is alive")
+        raise MegarlError("\n".join(dict.fromkeys(failures)))
 
     async def each(self, action: Callable[[Engine], Awaitable[Any]]) -> None:
         """Do `action` on every engine at once. A dead engine is reported as such, with its log."""
