@@ -27,12 +27,14 @@ def spy(completions, prompts, ground_truth, finish_reason, data_source, **column
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory):
-    """tiny_checkpoint("qwen2-tied" | "qwen2-untied") -> folder: Qwen2, hidden 128, 2 layers, 4 heads of 32, fp32, 128 tokens."""
+    """tiny_checkpoint("qwen2-tied" or "qwen2-untied") -> folder: 2 layers, hidden 128, fp32, 128 tokens."""
     made: dict[str, Path] = {}
 
     def make(kind: str = "qwen2-untied") -> Path:
         if kind not in made:
-            made[kind] = _save_checkpoint(tmp_path_factory.mktemp(kind), tied={"qwen2-tied": True, "qwen2-untied": False}[kind])
+            made[kind] = _save_checkpoint(
+                tmp_path_factory.mktemp(kind), tied={"qwen2-tied": True, "qwen2-untied": False}[kind]
+            )
         return made[kind]
 
     return make
@@ -66,7 +68,12 @@ def tiny_config(tiny_checkpoint, tmp_path_factory):
                 "max_response_length": 8,
             },
             "actor": {"model": {"path": str(tiny_checkpoint()), "dtype": "float32"}, "ppo_mini_batch_size": 16},
-            "rollout": {"n": 4, "kv_cache_memory_mib": 32, "max_num_seqs": 64, "val_kwargs": {"n": 2, "max_prompts": 5}},
+            "rollout": {
+                "n": 4,
+                "kv_cache_memory_mib": 32,
+                "max_num_seqs": 64,
+                "val_kwargs": {"n": 2, "max_prompts": 5},
+            },
             "reward": {"functions": [{"name": f"{spy}:spy", "weight": 0.5}, "exact_match"]},
             "algorithm": {"name": "grpo"},
         }

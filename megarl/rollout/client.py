@@ -74,7 +74,7 @@ class EngineClient:
     async def complete(self, prompt: np.ndarray, sampling: Sampling) -> list[Completion]:
         """`sampling.n` completions of the token ids `prompt` ([P] int32).
 
-        Raises EngineUnavailable when another try may help, MegarlError with the server's message when the engine refuses.
+        Raises EngineUnavailable when another try may help, MegarlError with the server's words when the engine refuses.
         """
         body = {
             "model": MODEL_NAME,
@@ -113,7 +113,7 @@ class EngineClient:
         await self._post("/init_weight_transfer_engine", {"init_info": init_info})
 
     async def update_weights(self, version: int, started: asyncio.Event) -> None:
-        """Install the weights that the trainer sends meanwhile; completions asked for from now on are sampled with them.
+        """Install the weights that the trainer sends meanwhile; completions asked for from now on come from them.
 
         Waits for the requests under way; `started` is set when the engine's workers are about to receive.
         """
@@ -148,7 +148,9 @@ class EngineClient:
         """Keys and values of the old weights must not answer for the new ones."""
         answer = msgspec.json.decode(await self._post("/reset_prefix_cache"))
         if not answer["success"]:
-            raise MegarlError(f"{self.name} could not reset its prefix cache after a weight update: blocks are still held")
+            raise MegarlError(
+                f"{self.name} could not reset its prefix cache after a weight update: blocks are still held"
+            )
 
     async def _enter(self, completions: int) -> None:
         async with self._changed:
@@ -162,7 +164,9 @@ class EngineClient:
             self.pending_completions -= completions
             self._changed.notify_all()
 
-    async def _post(self, path: str, body: Any = None, params: dict[str, str] | None = None, timeout: float | None = None):
+    async def _post(
+        self, path: str, body: Any = None, params: dict[str, str] | None = None, timeout: float | None = None
+    ):
         data = None if body is None else msgspec.json.encode(body)
         headers = {"Content-Type": "application/json"}
         try:

@@ -1,8 +1,8 @@
-"""The rollout driver: one asyncio process between rank 0 and the engines. `python -m megarl.rollout.driver --channel FD`
+"""The rollout driver: one asyncio process between rank 0 and the engines (`python -m megarl.rollout.driver`).
 
 It owns prompt order, engines, interactions and rewards; it knows no Megatron and no process group. Rank 0
-(rollout/handle.py) speaks to it over an inherited socket in the frames of rollout/frames.py; requests run side by side and
-each gets one last reply. When rank 0 is gone, however it went, the socket ends: the driver ends too, engines first.
+(rollout/handle.py) speaks to it over an inherited socket in the frames of rollout/frames.py; requests run side by side
+and each gets one last reply. When rank 0 is gone, however it went, the socket ends: the driver ends too, engines first.
 """
 
 from __future__ import annotations
@@ -48,15 +48,18 @@ class Driver:
     def __init__(self) -> None:
         self._pool: EnginePool | None = None
 
-    async def start(self, notify: Notify, config: dict[str, Any], run_dir: str, gpu_ids: list[str] | None) -> dict[str, int]:
-        """Start the engines, and load tokenizer, datasets and rewards meanwhile. Returns {"train": rows, "val": rows}."""
-        # The algorithm's own keys are rank 0's business; its section there is a subclass that this process does not load.
+    async def start(
+        self, notify: Notify, config: dict[str, Any], run_dir: str, gpu_ids: list[str] | None
+    ) -> dict[str, int]:
+        """Start engines; load tokenizer, data and rewards meanwhile. Returns {"train": rows, "val": rows}."""
+        # The algorithm's own keys are rank 0's business: a subclass of its section, which is not loaded here.
         config["algorithm"] = {"name": config["algorithm"]["name"]}
         self._config = TrainConfig.model_validate(config)
         sockets = SocketFolder(self._config.rollout.socket_dir)
         places = Placement(gpu_ids)
         engines = [
-            Engine(index, self._config, Path(run_dir), sockets, places) for index in range(self._config.rollout.num_engines)
+            Engine(index, self._config, Path(run_dir), sockets, places)
+            for index in range(self._config.rollout.num_engines)
         ]
         self._pool = EnginePool(engines, self._config.rollout)
         progress = lambda line: notify("progress", line)  # noqa: E731
@@ -65,13 +68,15 @@ class Driver:
 
     async def collect(self, notify: Notify, num_prompts: int, step: int) -> list[Rollout]:
         prompts = self._order.take(num_prompts)
-        rollouts = await self._sampler.collect(prompts, self._sampling(self._config.rollout.n), (self._seed, "train", step))
+        rollouts = await self._sampler.collect(
+            prompts, self._sampling(self._config.rollout.n), (self._seed, "train", step)
+        )
         if self._config.rollout.record_dir is not None:
             await asyncio.to_thread(replay.record, Path(self._config.rollout.record_dir), step, rollouts)
         return rollouts
 
     async def validate(self, notify: Notify, step: int) -> dict[str, list[Rollout]]:
-        """Held-out prompts, sampled and greedy. The same seeds at every step: two validations differ by the policy alone."""
+        """Held-out prompts, sampled and greedy. Every step uses the same seeds: validations differ by the policy alone."""
         settings = self._config.rollout.val_kwargs
         if not self._val:
             return {}
@@ -97,7 +102,7 @@ class Driver:
         await self._engines.each(lambda engine: engine.client.init_weight_transfer(by_name[engine.name]))
 
     async def sync(self, notify: Notify, version: int) -> None:
-        """Every engine installs the weights that the trainer sends; "started" goes out once all are about to receive."""
+        """Every engine installs what the trainer sends; "started" goes out once all are about to receive."""
         started = {engine.name: asyncio.Event() for engine in self._engines.engines}
 
         async def announce() -> None:
@@ -136,7 +141,9 @@ class Driver:
         functions = load_rewards(config)
         tokenizer = load_tokenizer(config.actor.model.path)
         self._train = load_prompts(config.data.train_files, config.data, tokenizer)
-        held_out = load_prompts(config.data.val_files, config.data, tokenizer) if config.data.val_files else PromptSet([], [])
+        held_out = (
+            load_prompts(config.data.val_files, config.data, tokenizer) if config.data.val_files else PromptSet([], [])
+        )
         self._val: list[Prompt] = list(held_out)[: config.rollout.val_kwargs.max_prompts]
         for line in self._train.report + held_out.report:
             progress(line)
@@ -150,11 +157,15 @@ class Driver:
 
 def load_rewards(config: TrainConfig) -> list[WeightedReward]:
     """The configured reward functions by the names they are reported under. ValueError when two share a name."""
-    functions = [WeightedReward(rewards.label(spec), spec.weight, rewards.get(spec)) for spec in config.reward.functions]
+    functions = [
+        WeightedReward(rewards.label(spec), spec.weight, rewards.get(spec)) for spec in config.reward.functions
+    ]
     names = [function.name for function in functions]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"reward.functions names {name!r} twice; metrics go by that name, so rename one of the functions")
+            raise ValueError(
+                f"reward.functions names {name!r} twice; metrics go by that name, so rename one of the functions"
+            )
     return functions
 
 
@@ -199,7 +210,7 @@ def _as_reply(error: Exception) -> tuple[str, str]:
 
 
 def _end_with_rank_zero(channel: socket.socket, owner: int) -> None:
-    """End this process when rank 0 is gone, even if the event loop hangs in somebody's code; supervisors end the engines."""
+    """End this process when rank 0 is gone, even if the event loop hangs; the supervisors then end the engines."""
     poll = select.poll()
     poll.register(channel, select.POLLRDHUP)
     while not poll.poll(1000) and os.getppid() == owner:

@@ -51,7 +51,7 @@ class Placement:
 
 
 class SocketFolder:
-    """The 0700 folder of the engines' sockets: a new private one, or `rollout.socket_dir`, which one run at a time may use."""
+    """The 0700 folder of the engines' sockets: a new private one, or `rollout.socket_dir`, for one run at a time."""
 
     def __init__(self, socket_dir: str | None):
         self.is_temporary = socket_dir is None
@@ -68,7 +68,7 @@ class SocketFolder:
             ) from None
 
     def claim(self, index: int) -> Path:
-        """A free socket path for engine `index`. A socket that nobody listens on is left over from a crash and removed."""
+        """A free socket path for engine `index`. A socket without a listener is left over from a crash and removed."""
         path = self.path / f"engine_{index}.sock"
         size = len(os.fsencode(path))
         if size > _LONGEST_SOCKET_PATH:

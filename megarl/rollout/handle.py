@@ -24,7 +24,16 @@ from megarl.types import Completion, Rollout
 _CLOSE_SECONDS = 30.0
 _ERRORS = {"ValueError": ValueError, "MegarlError": MegarlError}
 # What torchrun tells its workers: a vLLM server below one of them must not take it for its own.
-_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ROLE_")
 
 
@@ -43,7 +52,7 @@ class Pending:
 
 
 class RolloutDriver:
-    """The driver process as rank 0 sees it. Used from one thread. Every method raises MegarlError when the driver died."""
+    """The driver process as rank 0 sees it, from one thread. Every method raises MegarlError when the driver died."""
 
     def __init__(self, config: TrainConfig, run_dir: Path):
         check_vllm()
@@ -57,7 +66,15 @@ class RolloutDriver:
         self._next_id = 0
         self._closed = False
         self._channel, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "megarl.rollout.driver", "--channel", str(theirs.fileno()), "--owner", str(os.getpid())]
+        command = [
+            sys.executable,
+            "-m",
+            "megarl.rollout.driver",
+            "--channel",
+            str(theirs.fileno()),
+            "--owner",
+            str(os.getpid()),
+        ]
         with theirs, open(self._log, "wb") as log:
             self._process = subprocess.Popen(
                 command,
@@ -70,7 +87,11 @@ class RolloutDriver:
             )
         gpu_ids = device.visible_gpu_ids() if device.HAS_CUDA else None
         self._ready = self._request(
-            "start", dict[str, int], config=config.model_dump(mode="json"), run_dir=str(run_dir.absolute()), gpu_ids=gpu_ids
+            "start",
+            dict[str, int],
+            config=config.model_dump(mode="json"),
+            run_dir=str(run_dir.absolute()),
+            gpu_ids=gpu_ids,
         )
 
     @classmethod
@@ -79,7 +100,7 @@ class RolloutDriver:
         return cls(config, run_dir)
 
     def wait_until_ready(self, on_progress: Callable[[str], None]) -> None:
-        """Wait until every engine answers and datasets and rewards are loaded; `on_progress` gets lines meanwhile.
+        """Wait until every engine answers and all data is loaded; `on_progress` gets lines meanwhile.
 
         Raises ValueError for bad data or rewards, MegarlError for an engine that cannot start (with its last log lines).
         """
@@ -87,7 +108,7 @@ class RolloutDriver:
         self.dataset_sizes = self._ready.result()
 
     def collect(self, num_prompts: int, step: int) -> list[Rollout]:
-        """The next prompts in order, `rollout.n` completions each, scored. Depends on (trainer.seed, step) and the weights.
+        """The next prompts in order with `rollout.n` completions each, scored; seeded by trainer.seed and step.
 
         Raises ValueError when a reward function fails, MegarlError when the engines do.
         """
@@ -102,15 +123,21 @@ class RolloutDriver:
     ) -> list[list[Completion]]:
         """`n` completions for each prompt ([P] int32); temperature 0 is greedy. No rewards."""
         return self._request(
-            "generate", list[list[Completion]], prompts=prompts, n=n, temperature=temperature, max_tokens=max_tokens, seed=seed
+            "generate",
+            list[list[Completion]],
+            prompts=prompts,
+            n=n,
+            temperature=temperature,
+            max_tokens=max_tokens,
+            seed=seed,
         ).result()
 
     def init_weight_transfer(self, init_infos: list[dict[str, Any]]) -> Pending:
-        """Tell engine i's workers `init_infos[i]`; they join the trainer's transfer group while the result is pending."""
+        """Give engine i's workers `init_infos[i]`; they join the transfer group while the result is pending."""
         return self._request("init_weight_transfer", None, init_infos=init_infos)
 
     def begin_sync(self, version: int) -> Pending:
-        """Let every engine receive weights. The result is there when all have installed them and sample with them."""
+        """Let every engine receive weights. The result is there when all sample with them."""
         return self._request("sync", None, version=version)
 
     def sleep(self) -> None:

@@ -1,4 +1,4 @@
-"""Several engines as one: requests go to the least busy, a failed one is tried again elsewhere, all are synced together."""
+"""Several engines as one: requests go to the least busy, a failed one is tried elsewhere, all sync together."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class EnginePool:
         await engine.wait_until_ready(on_progress)
 
     async def _acquire(self, completions: int, tried: set[str]) -> Engine | None:
-        """The least busy living engine, preferably one not tried yet; waits while all are full; None when all are dead."""
+        """The least busy living engine, if possible one not tried yet; waits while all are full; None: all are dead."""
         async with self._freed:
             while True:
                 living = [engine for engine in self.engines if engine.is_alive]
@@ -93,7 +93,7 @@ class EnginePool:
 
 
 async def together(work: Iterable[Awaitable[Any]]) -> list[Any]:
-    """The results in order; on the first failure cancel the rest, wait until they have stopped, and raise that failure."""
+    """The results in order; on the first failure cancel the rest, wait for their end, and raise that failure."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)

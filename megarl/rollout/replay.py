@@ -68,7 +68,7 @@ class Done:
 
 
 class ReplayDriver:
-    """`rollout.handle.RolloutDriver`'s interface over `rollout.replay_dir`: no engines, no validation, nothing to sync."""
+    """RolloutDriver's interface over `rollout.replay_dir`: no engines, no validation, nothing to sync."""
 
     num_engines = 0
     engine_world_sizes: list[int] = []
@@ -87,11 +87,13 @@ class ReplayDriver:
         """ValueError when the folder holds no recording."""
         steps = sorted(self._folder.glob("step_*.msgpack")) if self._folder.is_dir() else []
         if not steps:
-            raise ValueError(f"rollout.replay_dir={self._folder} holds no step_*.msgpack; set it to a former record_dir")
+            raise ValueError(
+                f"rollout.replay_dir={self._folder} holds no step_*.msgpack; name a former record_dir"
+            )
         on_progress(f"replaying {len(steps)} recorded steps from {self._folder}")
 
     def collect(self, num_prompts: int, step: int) -> list[Rollout]:
-        """The recorded rollouts of `step`. ValueError when they are missing or of another size than this run's batch."""
+        """The recorded rollouts of `step`. ValueError when missing, or of another size than this run's batch."""
         rollouts = load(self._folder, step)
         sizes = {len(rollout.completions) for rollout in rollouts}
         if len(rollouts) != num_prompts or sizes != {self._n}:

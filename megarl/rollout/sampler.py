@@ -42,7 +42,7 @@ class Sampler:
         self._pool, self._interaction, self._decode, self._rewards = pool, interaction, decode, rewards
 
     async def collect(self, prompts: list[Prompt], sampling: Sampling, seed_parts: tuple) -> list[Rollout]:
-        """One rollout per prompt, in order. Each prompt's seed comes from `seed_parts`, its id and how often it came before.
+        """One rollout per prompt, in order; seeds come from `seed_parts`, the prompt's id and how often it came before.
 
         Raises ValueError when a reward function fails, MegarlError when the engines do.
         """
@@ -63,7 +63,7 @@ class Sampler:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A seed in [0, 2^62) that depends on every part; far apart for neighbouring parts, since n completions use n seeds."""
+    """A seed in [0, 2^62) from all parts; far apart for neighbours, since n completions use n seeds."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
 
@@ -125,7 +125,9 @@ def _columns(reward: WeightedReward, prompt: Prompt, texts: list[str], values: l
             )
         for key, number in value.items():
             if not isinstance(number, numbers.Real) or not math.isfinite(number):
-                raise ValueError(f"{_who(reward, prompt, text)} returned {key}={number!r}, which is not a finite number")
+                raise ValueError(
+                    f"{_who(reward, prompt, text)} returned {key}={number!r}, which is not a finite number"
+                )
     names = {key: reward.name if key == "score" else f"{reward.name}/{key}" for key in as_dicts[0]}
     return {name: np.array([float(value[key]) for value in as_dicts]) for key, name in names.items()}
 

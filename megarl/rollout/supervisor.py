@@ -35,7 +35,9 @@ def main() -> int:
         signal.signal(ignored, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: asked_to_end.append(True))
 
-    server = subprocess.Popen(arguments.command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent)
+    server = subprocess.Popen(
+        arguments.command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent
+    )
     status = None
     while status is None and not asked_to_end and os.getppid() == arguments.owner:
         readable, _, _ = select.select([0, wake_read], [], [], 1.0)

@@ -105,7 +105,9 @@ def test_sampling_follows_the_distribution(ask, reference):
     draws = 3000
     [group] = ask(lambda client: asyncio.gather(client.complete(PROMPTS[0], Sampling(draws, 1.0, 1, seed=3))))
     with torch.no_grad():
-        probabilities = torch.softmax(reference(input_ids=torch.tensor([PROMPTS[0].tolist()])).logits[0, -1], -1).numpy()
+        probabilities = torch.softmax(
+            reference(input_ids=torch.tensor([PROMPTS[0].tolist()])).logits[0, -1], -1
+        ).numpy()
     counts = np.bincount([completion.token_ids[0] for completion in group], minlength=len(probabilities))
     expected = probabilities * draws
     usual = expected >= 5

@@ -93,7 +93,12 @@ def test_recording(driver, record_dir):
 
 
 def test_a_reward_that_raises_stops_the_step_with_its_name(driver, spy_fails):
-    with spy_fails, pytest.raises(ValueError, match=r"reward function 'spy', on prompt \d+ of data source 'sums' .* raised OSError: asked to"):
+    with (
+        spy_fails,
+        pytest.raises(
+            ValueError, match=r"reward function 'spy', on prompt \d+ of data source 'sums' .* raised OSError: asked to"
+        ),
+    ):
         driver.collect(2, step=3)
     assert len(driver.collect(2, step=4)) == 2
 

@@ -22,7 +22,9 @@ def a_rollout(version: int = 3, tokens: int = 5, n: int = 2) -> Rollout:
         )
         for _ in range(n)
     ]
-    prompt = Prompt(7, np.array([1, 2], np.int32), [{"role": "user", "content": "é"}], "052", "sums", {"level": None, "x": [1]})
+    prompt = Prompt(
+        7, np.array([1, 2], np.int32), [{"role": "user", "content": "é"}], "052", "sums", {"level": None, "x": [1]}
+    )
     return Rollout(prompt, completions, rng.normal(size=n), {"acc": np.zeros(n)}, ["a", "b"])
 
 

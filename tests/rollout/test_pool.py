@@ -75,7 +75,9 @@ def test_retries_are_bounded_and_every_failure_is_named(tmp_path):
             with pytest.raises(MegarlError) as caught:
                 await pool.complete(PROMPT, SAMPLING)
         assert len(counts) >= 1
-        assert "engine 0 refused /v1/completions (HTTP 500): EngineCore encountered an issue; its log is" in str(caught.value)
+        assert "engine 0 refused /v1/completions (HTTP 500): EngineCore encountered an issue; its log is" in str(
+            caught.value
+        )
         assert "engine 1 broke off /v1/completions" in str(caught.value)
 
     asyncio.run(main())

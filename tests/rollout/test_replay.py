@@ -33,9 +33,14 @@ def test_replay_gives_back_every_step(recorded, tiny_config, tmp_path):
 def test_missing_and_wrong_recordings(recorded, tiny_config, tmp_path):
     folder, _ = recorded
     driver = replay.ReplayDriver.start(tiny_config({"rollout": {"replay_dir": str(folder), "n": 4}}), tmp_path)
-    with pytest.raises(ValueError, match=r"no recorded rollouts for step 3: .*step_000003.msgpack does not exist \(it holds step_000000"):
+    with pytest.raises(
+        ValueError,
+        match=r"no recorded rollouts for step 3: .*step_000003.msgpack does not exist \(it holds step_000000",
+    ):
         driver.collect(8, 3)
-    with pytest.raises(ValueError, match="holds 8 prompts with .4. completions each; this run wants data.train_batch_size=9"):
+    with pytest.raises(
+        ValueError, match="holds 8 prompts with .4. completions each; this run wants data.train_batch_size=9"
+    ):
         driver.collect(9, 0)
     (folder / "step_000002.msgpack").rename(folder / "step_000004.msgpack")
     with pytest.raises(ValueError, match="holds step 2, not 4"):
@@ -43,6 +48,8 @@ def test_missing_and_wrong_recordings(recorded, tiny_config, tmp_path):
     (folder / "step_000005.msgpack").write_bytes((folder / "step_000000.msgpack").read_bytes()[:-10])
     with pytest.raises(ValueError, match="is not a recording of rollouts"):
         driver.collect(8, 5)
-    empty = replay.ReplayDriver.start(tiny_config({"rollout": {"replay_dir": str(tmp_path / "none"), "n": 4}}), tmp_path)
+    empty = replay.ReplayDriver.start(
+        tiny_config({"rollout": {"replay_dir": str(tmp_path / "none"), "n": 4}}), tmp_path
+    )
     with pytest.raises(ValueError, match="rollout.replay_dir=.*none holds no step"):
         empty.wait_until_ready(print)

@@ -12,7 +12,9 @@ REASONS = ["stop", "stop", "length"]
 
 
 def score(*rewards):
-    return score_group(PROMPT, TEXTS, REASONS, [WeightedReward(name, weight, function) for name, weight, function in rewards])
+    return score_group(
+        PROMPT, TEXTS, REASONS, [WeightedReward(name, weight, function) for name, weight, function in rewards]
+    )
 
 
 def failing(function):
@@ -23,7 +25,12 @@ def failing(function):
 
 def test_scores_are_weighted_sums_and_extras_keep_their_names():
     def rule(completions, prompts, ground_truth, finish_reason, data_source, level):
-        assert prompts == [PROMPT.messages] * 3 and finish_reason == REASONS and data_source == ["quiz"] * 3 and level == [5] * 3
+        assert (
+            prompts == [PROMPT.messages] * 3
+            and finish_reason == REASONS
+            and data_source == ["quiz"] * 3
+            and level == [5] * 3
+        )
         return [{"score": float(text == truth), "length": len(text)} for text, truth in zip(completions, ground_truth)]
 
     total, parts = score(("rule", 0.9, rule), ("constant", -2.0, lambda completions, **columns: np.float32([1, 2, 3])))
@@ -39,7 +46,8 @@ def test_a_function_that_raises_is_told_with_its_sample():
 
     message = failing(divides)
     assert message == (
-        "reward function 'mine', on prompt 41 of data source 'quiz' with completion 'no', raised ZeroDivisionError: division by zero"
+        "reward function 'mine', on prompt 41 of data source 'quiz' with completion 'no', "
+        "raised ZeroDivisionError: division by zero"
     )
 
 
@@ -55,15 +63,21 @@ def test_wrong_values():
     assert "returned score=None" in failing(lambda completions, **columns: [0.0, None, 0.0])
     assert "same keys, 'score' among them" in failing(lambda completions, **columns: [{"acc": 1.0}] * 3)
     mixed = [{"score": 1.0, "acc": 1.0}, {"score": 1.0}, 0.0]
-    assert "with completion 'no', returned a dict with the keys ['score']" in failing(lambda completions, **columns: mixed)
+    assert "with completion 'no', returned a dict with the keys ['score']" in failing(
+        lambda completions, **columns: mixed
+    )
     assert "with completion 'no', returned acc=inf" in failing(
-        lambda completions, **columns: [{"score": 0.0, "acc": float("inf") if text == "no" else 0.0} for text in completions]
+        lambda completions, **columns: [
+            {"score": 0.0, "acc": float("inf") if text == "no" else 0.0} for text in completions
+        ]
     )
     assert "raised TypeError" in failing(lambda completions: [0.0] * 3)
 
 
 def test_seeds_depend_on_every_part_and_leave_room_for_n():
-    seeds = {derive_seed(seed, "train", step, prompt) for seed in range(3) for step in range(10) for prompt in range(100)}
+    seeds = {
+        derive_seed(seed, "train", step, prompt) for seed in range(3) for step in range(10) for prompt in range(100)
+    }
     assert len(seeds) == 3000 and max(seeds) < 2**62
     ordered = sorted(seeds)
     assert min(b - a for a, b in zip(ordered, ordered[1:])) > 10_000

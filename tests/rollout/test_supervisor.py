@@ -23,7 +23,7 @@ sys.exit(7)
 OWNER = """
 import os, subprocess, sys, time
 subprocess.Popen(
-    [sys.executable, "-m", "megarl.rollout.supervisor", "--owner", str(os.getpid()), "--grace", "0.3", "--", *sys.argv[1:]],
+    [sys.executable, "-m", "megarl.rollout.supervisor", "--owner", str(os.getpid()), "--grace=.3", "--", *sys.argv[1:]],
     stdin=subprocess.PIPE, start_new_session=True,
 )
 time.sleep(600)
@@ -31,7 +31,17 @@ time.sleep(600)
 
 
 def supervise(command: list[str], *options: str) -> subprocess.Popen:
-    prefix = [sys.executable, "-m", "megarl.rollout.supervisor", "--owner", str(os.getpid()), "--grace", "0.3", *options, "--"]
+    prefix = [
+        sys.executable,
+        "-m",
+        "megarl.rollout.supervisor",
+        "--owner",
+        str(os.getpid()),
+        "--grace",
+        "0.3",
+        *options,
+        "--",
+    ]
     return subprocess.Popen(prefix + command, stdin=subprocess.PIPE, start_new_session=True)
 
 

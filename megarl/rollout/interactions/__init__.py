@@ -1,1 +1,1 @@
-"""How a completion comes about: one file per way, each with `async run(prompt, client, sampling) -> list[Completion]`."""
+"""How a completion comes about: one file per way, with `async run(prompt, client, sampling) -> list[Completion]`."""
