@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -24,11 +25,12 @@ app = typer.Typer(
     help="Online reinforcement learning for language models at Megatron speed.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-QUIET_LIBRARIES = {
+ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's overlap of tensor-parallel communication counts on the order it gives
 }
 Layers = Annotated[list[str], typer.Argument(help="YAML files (later ones win), then key=value overrides.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print nothing but errors.")]
@@ -63,7 +65,7 @@ def _check_model(path: str, config, transformer_impl: str) -> None:
     hf_files.Checkpoint(path)
 
 
-def _run(config, command: str, layers: list[str], quiet: bool, work) -> None:
+def _run(config, command: str, layers: list[str], quiet: bool, debug: bool, work) -> None:
     """As a rank: work. As a user's process: start the ranks."""
     if launcher.is_rank():
         launcher.end_with_parent()
@@ -77,7 +79,8 @@ def _run(config, command: str, layers: list[str], quiet: bool, work) -> None:
             f"trainer.nnodes={config.trainer.nnodes}: start `megarl {command}` with torchrun on every node; "
             "launch/slurm/train.sbatch does it under Slurm"
         )
-    raise typer.Exit(launcher.launch([command, *layers, *(["-q"] if quiet else [])], config.world_size))
+    flags = [flag for flag, given in (("-q", quiet), ("--debug", debug)) if given]
+    raise typer.Exit(launcher.launch([command, *layers, *flags], config.world_size))
 
 
 @app.command()
@@ -99,7 +102,7 @@ def train(layers: Layers, dry_run: DryRun = False, quiet: Quiet = False, debug: 
 
         run(config, quiet)
 
-    _run(config, "train", layers, quiet, work)
+    _run(config, "train", layers, quiet, debug, work)
 
 
 @app.command()
@@ -119,7 +122,7 @@ def sft(layers: Layers, dry_run: DryRun = False, quiet: Quiet = False, debug: De
 
         run(config, quiet)
 
-    _run(config, "sft", layers, quiet, work)
+    _run(config, "sft", layers, quiet, debug, work)
 
 
 def _show(config, rows: list[tuple[str, str]]) -> None:
@@ -171,12 +174,15 @@ def _root(
 
 def main() -> None:
     """Entry point: one clear line for what a user can mend, a traceback only with --debug."""
-    for name, value in QUIET_LIBRARIES.items():
+    debug = "--debug" in sys.argv
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if not debug:  # deprecations and missing accelerators inside the libraries are not the user's to mend
+        warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)\.")
     try:
         app()
     except (ValueError, MegarlError) as error:
-        if "--debug" in sys.argv:
+        if debug:
             raise
         if not launcher.tell_launcher(error):
             rank = f"[rank {os.environ['RANK']}] " if launcher.is_rank() else ""
@@ -184,3 +190,6 @@ def main() -> None:
         sys.exit(2 if isinstance(error, ValueError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception:
+        launcher.wait_for_the_cause()
+        raise

@@ -1,6 +1,7 @@
 """Starts the trainer ranks of one node with torch's elastic agent; on many nodes torchrun does it (launch/slurm)."""
 
 import json
+import logging
 import os
 import sys
 import threading
@@ -9,6 +10,7 @@ import traceback
 from pathlib import Path
 
 PARENT_POLL_SECONDS = 1.0
+GRACE_SECONDS = 5.0
 
 
 def is_rank() -> bool:
@@ -30,6 +32,7 @@ def launch(arguments: list[str], num_ranks: int) -> int:
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     os.environ["MEGARL_LAUNCHED"] = "1"
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its news are told below, in one line
     agent = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -43,7 +46,9 @@ def launch(arguments: list[str], num_ranks: int) -> int:
     try:
         elastic_launch(agent, sys.executable)("-m", "megarl", *arguments)
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
+        # A rank that left word is the cause; the others merely lost their peer.
+        failures = sorted(error.failures.values(), key=lambda f: (not Path(f.error_file).is_file(), f.timestamp))
+        failure = failures[0]
         print(_message(failure), file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     except (SignalException, KeyboardInterrupt):
@@ -68,6 +73,15 @@ def tell_launcher(error: BaseException) -> bool:
     extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
     Path(path).write_text(json.dumps({"message": {"message": f"error: {error}", "extraInfo": extra}}))
     return True
+
+
+def wait_for_the_cause() -> None:
+    """In a rank that failed without a word for the user: let the launcher end us first if another rank is the cause.
+
+    When one rank fails, the others fail in their next collective, and their tracebacks would bury its message.
+    """
+    if "MEGARL_LAUNCHED" in os.environ:
+        time.sleep(GRACE_SECONDS)
 
 
 def end_with_parent() -> None:

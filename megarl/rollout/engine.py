@@ -214,6 +214,8 @@ def server_environment(config: TrainConfig, gpus: list[str] | None) -> dict[str,
         "VLLM_NO_USAGE_STATS": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONUNBUFFERED": "1",
+        # Longer than the client keeps an idle connection: else the server may close one that is just being written to.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
     }
     if os.path.isdir(config.actor.model.path):
         environment |= {"HF_HUB_OFFLINE": "1"}

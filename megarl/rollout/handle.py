@@ -59,6 +59,7 @@ class RolloutDriver:
         self._log = run_dir / "logs" / "driver.log"
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self.num_engines = config.rollout.num_engines
+        self._frees_cache = config.rollout.free_cache_engine
         self.engine_world_sizes = [config.rollout.tensor_model_parallel_size] * self.num_engines
         self.dataset_sizes: dict[str, int] = {}
         self._progress: Callable[[str], None] = lambda line: None
@@ -141,11 +142,14 @@ class RolloutDriver:
         return self._request("sync", None, version=version)
 
     def sleep(self) -> None:
-        """Engines give their GPU memory to the trainer (`rollout.free_cache_engine`)."""
-        self._request("sleep", None).result()
+        """Engines give their GPU memory to the trainer, where `rollout.free_cache_engine` asks for it."""
+        if self._frees_cache:
+            self._request("sleep", None).result()
 
     def wake_up(self) -> None:
-        self._request("wake_up", None).result()
+        """Undo `sleep`."""
+        if self._frees_cache:
+            self._request("wake_up", None).result()
 
     def close(self) -> None:
         """End engines and driver and wait until they are gone. May be called again, and after any failure."""
