@@ -103,7 +103,7 @@ class RolloutDriver:
     def wait_until_ready(self, on_progress: Callable[[str], None]) -> None:
         """Wait until every engine answers and all data is loaded; `on_progress` gets lines meanwhile.
 
-        Raises ValueError for bad data or rewards, MegarlError for an engine that cannot start (with its last log lines).
+        Raises ValueError for bad data or rewards, MegarlError for an engine that cannot start (with its log).
         """
         self._progress = on_progress
         self.dataset_sizes = self._ready.result()

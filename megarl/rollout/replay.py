@@ -98,8 +98,8 @@ class ReplayDriver:
         sizes = {len(rollout.completions) for rollout in rollouts}
         if len(rollouts) != num_prompts or sizes != {self._n}:
             raise ValueError(
-                f"{step_file(self._folder, step)} holds {len(rollouts)} prompts with {sorted(sizes)} completions each; this "
-                f"run wants data.train_batch_size={num_prompts} and rollout.n={self._n}"
+                f"{step_file(self._folder, step)} holds {len(rollouts)} prompts with {sorted(sizes)} completions each; "
+                f"this run wants data.train_batch_size={num_prompts} and rollout.n={self._n}"
             )
         return rollouts
 
