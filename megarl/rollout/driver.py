@@ -76,8 +76,7 @@ class Driver:
         return rollouts
 
     async def validate(self, notify: Notify, step: int) -> dict[str, list[Rollout]]:
-            Engine(index, self._config, Path(run_dir), sockets, places)
-            for index in range(self._config.rollout.num_engines)
+        """Held-out prompts, sampled and greedy. Every step uses the same seeds: only the policy differs."""
         settings = self._config.rollout.val_kwargs
         if not self._val:
             return {}
