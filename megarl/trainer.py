@@ -34,10 +34,10 @@ def train(config: TrainConfig, quiet: bool = False) -> None:
         algorithm = algorithms.get(config.algorithm.name)
         actor = Policy(config.actor.model, layout, config.rollout.temperature, config.actor.optim, config.optimizer_steps)
         reference = load_reference(config, algorithm, layout)
+        bridge = GatheredBridge(actor.sharded, layout, config.sync, driver)
         driver.wait_until_ready(report.note)
-        bridge = GatheredBridge(actor.sharded, layout, config.sync)
-        bridge.connect(driver)
-        bridge.sync(driver, version=0)  # the engines then hold the trainer's bytes, whatever dtype the files had
+        bridge.connect()
+        bridge.sync(version=0)  # the engines then hold the trainer's bytes, whatever dtype the files had
         phases = Phases(device.now)
 
         if config.trainer.val_before_train:
@@ -59,7 +59,7 @@ def train(config: TrainConfig, quiet: bool = False) -> None:
                 metrics = update(batch, actor, algorithm, config, step)
             with phases("sync"):
                 driver.wake_up()
-                bridge.sync(driver, version=step)
+                bridge.sync(version=step)
             report.step(step, rollouts, metrics | agreement, phases.seconds())
             last = step == config.trainer.total_steps
             if due(step, config.trainer.test_freq) or (last and config.trainer.test_freq):

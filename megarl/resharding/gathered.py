@@ -49,45 +49,51 @@ def gather(model: ShardedModel, runs: list[list[TensorMeta]]) -> Iterator[tuple[
 class GatheredBridge:
     """Carries the policy's weights into every engine. Collective: all trainer ranks call every method together."""
 
-    def __init__(self, model: ShardedModel, layout: Layout, config: SyncConfig):
-        self.model = model
-        self.layout = layout
-        self.port = config.port
-        self.bucket_bytes = config.bucket_size_mib << 20
-        self.buckets = buckets(model.metas, self.bucket_bytes)
-        self.links: list[transport.Link] = []
-
-    def connect(self, driver) -> None:
-        """Meet every engine's workers, one communicator per engine, so that a dead one blocks no other.
+    def __init__(self, model: ShardedModel, layout: Layout, config: SyncConfig, driver):
+        """Open, on rank 0, a meeting point for each engine: one communicator each, so that a dead one blocks no other.
 
         Args:
-            driver: rank 0's RolloutDriver; None on other ranks.
+            driver: the rank's rollout driver; engines need not be ready yet.
+
+        Raises:
+            ValueError: `sync.port` is taken.
         """
-        if not self.layout.is_first:
+        self.model = model
+        self.layout = layout
+        self.driver = driver
+        self.bucket_bytes = config.bucket_size_mib << 20
+        self.buckets = buckets(model.metas, self.bucket_bytes)
+        self.stores = [transport.host(config.port + i if config.port else 0) for i in range(driver.num_engines)]
+        self.links: list[transport.Link] = []
+
+    def connect(self) -> None:
+        """Meet the workers of every engine; all engines must be ready."""
+        if not self.stores:
             return
+        sizes = [1 + workers for workers in self.driver.engine_world_sizes]
         tensors = [[meta.name, list(meta.shape), meta.dtype] for meta in self.model.metas]
-        stores = [transport.host(self.port + i if self.port else 0) for i in range(driver.num_engines)]
-        sizes = [1 + workers for workers in driver.engine_world_sizes]
-        pending = driver.init_weight_transfer(
-            [
-                dict(
-                    host=transport.LOOPBACK,
-                    port=store.port,
-                    world_size=size,
-                    tensors=tensors,
-                    bucket_bytes=self.bucket_bytes,
-                )
-                for store, size in zip(stores, sizes, strict=True)
-            ]
+        common = dict(host=transport.LOOPBACK, tensors=tensors, bucket_bytes=self.bucket_bytes)
+        pending = self.driver.init_weight_transfer(
+            [common | dict(port=store.port, world_size=size) for store, size in zip(self.stores, sizes, strict=True)]
         )
-        self.links = [transport.join(store, 0, size) for store, size in zip(stores, sizes, strict=True)]
+        self.links = [transport.join(store, 0, size) for store, size in zip(self.stores, sizes, strict=True)]
         pending.result()
 
-    def sync(self, driver, version: int) -> None:
-        """Install the policy's present weights in every engine as `version`; returns when all of them answer with it."""
-        pending = driver.begin_sync(version) if self.layout.is_first and self.links else None
+    def sync(self, version: int) -> None:
+        """Install the policy's present weights in every engine as `version`; returns when all of them answer with it.
+
+        Raises:
+            MegarlError: an engine died or refused.
+        """
+        pending = self.driver.begin_sync(version) if self.links else None
+        if pending is not None:
+            pending.wait_until_started()
         for _, flat in gather(self.model, self.buckets):
             for link in self.links:
-                link.send(flat.cpu())
+                try:
+                    link.send(flat.cpu())
+                except RuntimeError:  # gloo's word for a dead peer; the driver knows which engine died, and of what
+                    pending.result()
+                    raise
         if pending is not None:
             pending.result()

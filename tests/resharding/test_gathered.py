@@ -87,13 +87,13 @@ def _sync_and_export(config, new_weights: str, exported: str, run_dir: str):
         policy = Policy(config.actor.model.model_copy(update={"path": new_weights}), layout)
         driver.wait_until_ready(print)
         before = _greedy(driver) if layout.is_first else None
-        bridge = GatheredBridge(policy.sharded, layout, SyncConfig(bucket_size_mib=1))
-        bridge.connect(driver)
-        bridge.sync(driver, version=1)
+        bridge = GatheredBridge(policy.sharded, layout, SyncConfig(bucket_size_mib=1), driver)
+        bridge.connect()
+        bridge.sync(version=1)
         after = _greedy(driver) if layout.is_first else None
         gap = _agreement(policy, driver, layout)
         files.export(policy.sharded, new_weights, Path(exported))
-        bridge.sync(driver, version=2)  # a second one installs over the first
+        bridge.sync(version=2)  # a second one installs over the first
         again = _greedy(driver) if layout.is_first else None
     return dict(before=before, after=after, again=again, gap=gap, buckets=len(bridge.buckets))
 
