@@ -7,9 +7,10 @@ import torch
 from megarl import algorithms
 from megarl.config.root import TrainConfig
 from megarl.evaluation import heldout_metrics
-from megarl.observability.metrics import Phases, rollout_metrics
+from megarl.observability.metrics import Phases
 from megarl.observability.report import Reporter
-from megarl.parallel import device, layout as layouts
+from megarl.parallel import device
+from megarl.parallel import layout as layouts
 from megarl.resharding import files
 from megarl.resharding.gathered import GatheredBridge
 from megarl.rollout.start import start_driver
@@ -32,7 +33,9 @@ def train(config: TrainConfig, quiet: bool = False) -> None:
     report = Reporter(config, run_dir, speaks=layout.is_first, quiet=quiet)
     with report, start_driver(config, run_dir, on_rank_0=layout.is_first) as driver:
         algorithm = algorithms.get(config.algorithm.name)
-        actor = Policy(config.actor.model, layout, config.rollout.temperature, config.actor.optim, config.optimizer_steps)
+        actor = Policy(
+            config.actor.model, layout, config.rollout.temperature, config.actor.optim, config.optimizer_steps
+        )
         reference = load_reference(config, algorithm, layout)
         bridge = GatheredBridge(actor.sharded, layout, config.sync, driver)
         driver.wait_until_ready(report.note)

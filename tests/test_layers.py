@@ -73,7 +73,7 @@ FILES = python_files()
 
 
 def room_of(module: str) -> str:
-    """"megarl.rollout.driver" -> "rollout"; "megarl.cli" -> "commands"."""
+    """ "megarl.rollout.driver" -> "rollout"; "megarl.cli" -> "commands"."""
     top = module.split(".")[1]
     return SHARED_ROOMS.get(top, top)
 

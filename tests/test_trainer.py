@@ -41,7 +41,11 @@ def warm(task, tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("sft")
     done = megarl(
         *("sft", CONFIGS / "quickstart_sft.yaml", f"trainer.output_dir={run_dir}", "trainer.total_steps=40"),
-        *(f"model.path={task}/model", f"data.train_files={task}/sft_train.jsonl", f"data.val_files={task}/sft_val.jsonl"),
+        *(
+            f"model.path={task}/model",
+            f"data.train_files={task}/sft_train.jsonl",
+            f"data.val_files={task}/sft_val.jsonl",
+        ),
         *("parallel.tensor_model_parallel_size=1", "trainer.test_freq=40", "data.train_batch_size=64"),
     )
     assert done.returncode == 0, done.stderr
@@ -100,7 +104,9 @@ def test_a_run_leaves_what_it_promises(recorded):
 
 
 def test_the_policy_moved_and_was_saved(recorded, warm):
-    before, after = (AutoModelForCausalLM.from_pretrained(d / "model", dtype=torch.float32) for d in (warm, recorded[0]))
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(d / "model", dtype=torch.float32) for d in (warm, recorded[0])
+    )
     moved = [(a - b).abs().max() for a, b in zip(after.parameters(), before.parameters(), strict=True)]
     assert all(m > 0 for m in moved)
     assert max(moved) < 0.02  # six Adam steps of at most 1e-3

@@ -28,7 +28,9 @@ def resolve(path: str) -> Path:
     if folder.is_dir():
         return folder
     if path.startswith((".", "/", "~")) or path.count("/") != 1 or folder.parent.is_dir():
-        raise ValueError(f"model folder {path} does not exist; give a folder with config.json and *.safetensors, or a hub name")
+        raise ValueError(
+            f"model folder {path} does not exist; give a folder with config.json and *.safetensors, or a hub name"
+        )
     from huggingface_hub import snapshot_download
 
     try:
@@ -73,20 +75,26 @@ class Checkpoint:
             try:
                 named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             except (json.JSONDecodeError, KeyError) as error:
-                raise ValueError(f"{index} is not a complete index: {error!r}; was the folder fully written?") from error
+                raise ValueError(
+                    f"{index} is not a complete index: {error!r}; was the folder fully written?"
+                ) from error
             missing = [name for name in named if not (self.folder / name).is_file()]
             if missing:
-                raise ValueError(f"model folder {self.folder} is incomplete: {INDEX} names {', '.join(missing)}, not there")
+                raise ValueError(
+                    f"model folder {self.folder} is incomplete: {INDEX} names {', '.join(missing)}, not there"
+                )
             return [self.folder / name for name in named]
         if (self.folder / SINGLE).is_file():
             return [self.folder / SINGLE]
         found = sorted(p.name for p in self.folder.iterdir())
-        raise ValueError(f"model folder {self.folder} has no {SINGLE} and no {INDEX}; it holds: {', '.join(found) or 'nothing'}")
+        raise ValueError(
+            f"model folder {self.folder} has no {SINGLE} and no {INDEX}; it holds: {', '.join(found) or 'nothing'}"
+        )
 
     def _open(self, file: Path) -> None:
         try:
             with safe_open(file, "pt") as handle:
-                self._file_of.update({name: file for name in handle.keys()})
+                self._file_of.update(dict.fromkeys(handle.keys(), file))
         except (SafetensorError, OSError, struct.error) as error:
             raise ValueError(f"{file} is not a whole safetensors file ({error}); was it fully written?") from error
 

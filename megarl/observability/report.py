@@ -13,7 +13,7 @@ from megarl.observability.tables import sample_table
 from megarl.types import Rollout
 
 SAMPLE_ROWS = 6
-OWN_FILES = ("metrics.jsonl", "config.yaml", "summary.json", "reward.png", "samples.jsonl")
+OWN_FILES = ("metrics.jsonl", "config.yaml", "summary.json", "reward.png", "loss.png", "samples.jsonl")
 
 
 class Reporter:
@@ -41,7 +41,11 @@ class Reporter:
         trainer = self.config.trainer
         self.bar = ProgressBar(trainer.total_steps, quiet=self.quiet or "console" not in trainer.logger)
         self.loggers = Loggers(
-            trainer.logger, self.run_dir, self.config.model_dump(mode="json"), trainer.project_name, trainer.experiment_name
+            trainer.logger,
+            self.run_dir,
+            self.config.model_dump(mode="json"),
+            trainer.project_name,
+            trainer.experiment_name,
         )
         self.started = time.monotonic()
         return self
@@ -102,7 +106,9 @@ class Reporter:
         if not self.speaks:
             return
         self.loggers.log(step, metrics)
-        parts = [f"{name.removeprefix('heldout/')} {value:.3f}" for name, value in metrics.items() if "accuracy" in name]
+        parts = [
+            f"{name.removeprefix('heldout/')} {value:.3f}" for name, value in metrics.items() if "accuracy" in name
+        ]
         self.bar.note(f"step {step}: held-out {', '.join(parts)}")
         when = "before" if step == 0 else "after"
         for kind in ("sampled", "greedy"):

@@ -247,7 +247,9 @@ def install() -> None:
     if torch.Tensor.cuda is _tensor_cuda:
         return
     # On a CPU the torch fallbacks that these warnings announce are what we want.
-    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|APEX).*not installed", module=r"megatron\.core")
+    warnings.filterwarnings(
+        "ignore", message=".*(Transformer Engine|Apex|APEX).*not installed", module=r"megatron\.core"
+    )
     torch.Tensor.cuda = _tensor_cuda
     sys.meta_path.insert(0, _Hook())
     for name, module in list(sys.modules.items()):

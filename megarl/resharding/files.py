@@ -44,7 +44,9 @@ def load(model: torch.nn.Module, path: str, layout: Layout) -> ShardedModel:
     )
     sharded.check_covered()
     for entry in table.ends:
-        if isinstance(entry, Vocabulary):  # rows past the vocabulary are in no softmax; weight decay must see zeros there
+        if isinstance(
+            entry, Vocabulary
+        ):  # rows past the vocabulary are in no softmax; weight decay must see zeros there
             sharded.tensors[entry.megatron].detach().zero_()
     for piece in sharded.pieces:
         piece.view(sharded.tensors[piece.tensor]).copy_(checkpoint.read(piece.name, piece.box))

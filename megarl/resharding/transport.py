@@ -18,7 +18,9 @@ def host(port: int) -> dist.TCPStore:
     try:
         return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
     except RuntimeError as error:  # torch has no kind of its own for a taken port
-        raise ValueError(f"sync.port={port} cannot be opened ({str(error).splitlines()[0]}); choose another, or 0 for any") from error
+        raise ValueError(
+            f"sync.port={port} cannot be opened ({str(error).splitlines()[0]}); choose another, or 0 for any"
+        ) from error
 
 
 def visit(address: str, port: int) -> dist.TCPStore:

@@ -87,9 +87,7 @@ class ReplayDriver:
         """ValueError when the folder holds no recording."""
         steps = sorted(self._folder.glob("step_*.msgpack")) if self._folder.is_dir() else []
         if not steps:
-            raise ValueError(
-                f"rollout.replay_dir={self._folder} holds no step_*.msgpack; name a former record_dir"
-            )
+            raise ValueError(f"rollout.replay_dir={self._folder} holds no step_*.msgpack; name a former record_dir")
         on_progress(f"replaying {len(steps)} recorded steps from {self._folder}")
 
     def collect(self, num_prompts: int, step: int) -> list[Rollout]:

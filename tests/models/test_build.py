@@ -26,7 +26,9 @@ def _gathered_logits(model, layout) -> torch.Tensor:
     padded = torch.nn.functional.pad(tokens, (0, pad))
     position_ids = torch.nn.functional.pad(positions(lengths), (0, pad))
     with torch.no_grad():
-        local = model(padded[None], position_ids[None], None, packed_seq_params=pack_sequences(cumulative(lengths), len(padded)))
+        local = model(
+            padded[None], position_ids[None], None, packed_seq_params=pack_sequences(cumulative(lengths), len(padded))
+        )
     shards = [torch.empty_like(local) for _ in range(layout.tp_size)]
     dist.all_gather(shards, local.contiguous(), group=layout.groups.tp)
     return torch.cat(shards, dim=-1)[0, : len(tokens)]
@@ -53,7 +55,9 @@ def checkpoints(tmp_path_factory):
 
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 def test_packed_logits_and_exported_files_equal_transformers(checkpoints, tmp_path, tp, sequence_parallel):
-    ranks = run_ranks(_load_score_export, tp, {n: str(f) for n, f in checkpoints.items()}, sequence_parallel, str(tmp_path))
+    ranks = run_ranks(
+        _load_score_export, tp, {n: str(f) for n, f in checkpoints.items()}, sequence_parallel, str(tmp_path)
+    )
     for name, folder in checkpoints.items():
         expected = tiny_models.logits(folder, SEQUENCES)
         for found in ranks:

@@ -35,7 +35,9 @@ def test_type_names_are_exchanged_where_the_optimizer_compares_them():
     import megatron.core.optimizer.optimizer as treated
 
     codes = [f.__code__ for f in vars(treated.Float16OptimizerWithFloat16Params).values() if hasattr(f, "__code__")]
-    constants = {c for code in codes for const in code.co_consts for c in (const if isinstance(const, tuple) else [const])}
+    constants = {
+        c for code in codes for const in code.co_consts for c in (const if isinstance(const, tuple) else [const])
+    }
     assert "torch.FloatTensor" in constants
     assert "torch.cuda.FloatTensor" not in constants
 
@@ -59,5 +61,7 @@ def test_random_states_are_named_separate_and_restored():
 def test_import_order_does_not_matter(megatron_first):
     imports = ["import megatron.core.tensor_parallel.random as r", "import megarl.parallel"]
     code = "; ".join(imports if megatron_first else imports[::-1])
-    check = "; assert r.torch.cuda.current_device().type == 'cpu', r.torch; assert 'CPU' in r.CudaRNGStatesTracker.__name__"
+    check = (
+        "; assert r.torch.cuda.current_device().type == 'cpu', r.torch; assert 'CPU' in r.CudaRNGStatesTracker.__name__"
+    )
     subprocess.run([sys.executable, "-c", code + check], check=True)

@@ -54,12 +54,29 @@ def _agreement(policy: Policy, driver, layout) -> float:
     """Largest |trainer - engine| log-prob over sampled tokens; the samples are drawn on rank 0 and scored by all."""
     completions = driver.generate(PROMPTS, n=2, temperature=1.0, max_tokens=8, seed=1) if layout.is_first else None
     if layout.is_first:
-        rollouts = [Rollout(Prompt(i, p, ""), c, np.zeros(2), {}, [""] * 2) for i, (p, c) in enumerate(zip(PROMPTS, completions))]
+        rollouts = [
+            Rollout(Prompt(i, p, ""), c, np.zeros(2), {}, [""] * 2)
+            for i, (p, c) in enumerate(zip(PROMPTS, completions))
+        ]
         batch = [from_rollouts(rollouts)]
     else:
         batch = [None]
-    tensors = ["tokens", "position_ids", "cu_seqlens", "loss_mask", "weight_version", "index", "group_ids", "scores", "rollout_logprobs"]
-    shared = [torch.tensor([len(batch[0].tokens), len(batch[0].index)]) if layout.is_first else torch.zeros(2, dtype=torch.long)]
+    tensors = [
+        "tokens",
+        "position_ids",
+        "cu_seqlens",
+        "loss_mask",
+        "weight_version",
+        "index",
+        "group_ids",
+        "scores",
+        "rollout_logprobs",
+    ]
+    shared = [
+        torch.tensor([len(batch[0].tokens), len(batch[0].index)])
+        if layout.is_first
+        else torch.zeros(2, dtype=torch.long)
+    ]
     torch.distributed.broadcast(shared[0], 0)
     if not layout.is_first:
         n, b = shared[0].tolist()
@@ -110,7 +127,9 @@ def test_greedy_completions_equal_those_of_a_fresh_engine(family, tiny_config, t
     exported = tmp_path / "exported"
 
     def config_for(folder):
-        return tiny_config({"actor": {"model": {"path": str(folder), "dtype": "float32"}}, "data": {"max_prompt_length": 24}})
+        return tiny_config(
+            {"actor": {"model": {"path": str(folder), "dtype": "float32"}}, "data": {"max_prompt_length": 24}}
+        )
 
     found = run_ranks(_sync_and_export, 2, config_for(old), str(new), str(exported), str(tmp_path / "run"))[0]
     fresh = _fresh_engine(config_for(exported), tmp_path / "fresh")

@@ -27,9 +27,15 @@ def _model(family, hidden, heads_per_group, groups, head_dim, ffn, layers, vocab
     for name in megatron_layout.checkpoint_names(models.get(family).weight_table(config)):
         kind = name.split(".")[-2]
         shapes[name] = {
-            "q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q),
-            "gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn),
-            "embed_tokens": (vocab, hidden), "lm_head": (vocab, hidden),
+            "q_proj": (q, hidden),
+            "k_proj": (kv, hidden),
+            "v_proj": (kv, hidden),
+            "o_proj": (hidden, q),
+            "gate_proj": (ffn, hidden),
+            "up_proj": (ffn, hidden),
+            "down_proj": (hidden, ffn),
+            "embed_tokens": (vocab, hidden),
+            "lm_head": (vocab, hidden),
         }.get(kind, (hidden,))
         if name.endswith(".bias"):
             shapes[name] = shapes[name][:1]

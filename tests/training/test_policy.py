@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM
 from megarl.algorithms import grpo
 from megarl.config.model import ModelConfig, OptimConfig
 from megarl.config.parallel import ParallelConfig
-from megarl.data import batch as batches
 from megarl.parallel import layout as layouts
 from megarl.resharding.gathered import gather
 from megarl.resharding.megatron_layout import ShardedModel
@@ -61,7 +60,7 @@ def _whole_gradients(policy: Policy) -> dict[str, torch.Tensor]:
     sharded = policy.sharded
     gradients = {name: torch.nn.Parameter(p.main_grad) for name, p in sharded.tensors.items()}
     whole = ShardedModel(policy.layout, sharded.table, sharded.checkpoint_shapes, gradients)
-    (bucket, flat), = gather(whole, [whole.metas])
+    ((bucket, flat),) = gather(whole, [whole.metas])
     return {} if flat is None else unpack(bucket, flat)
 
 
@@ -71,7 +70,9 @@ def _gradients(folders: list[str], tp: int, sequence_parallel: bool, budgets: li
 
 
 def _gradients_of(folder: str, layout, budgets: list[int]) -> list:
-    policy = Policy(ModelConfig(path=folder, dtype="float32", transformer_impl="local"), layout, TEMPERATURE, OptimConfig(), 10)
+    policy = Policy(
+        ModelConfig(path=folder, dtype="float32", transformer_impl="local"), layout, TEMPERATURE, OptimConfig(), 10
+    )
     batch = distribution.distribute(make_rollouts() if layout.is_first else None, layout, 12, seed=0, step=1)
     found = []
     for max_tokens in budgets:
@@ -135,7 +136,7 @@ def _compare(checkpoint, ranks: list) -> None:
         for name, expected in gradients.items():
             distance = (found[name].double() - expected).norm()
             assert distance <= 1e-5 * expected.norm() + 1e-7 * norm_of_all, name
-    for (_, found, *_) in ranks[0][1:]:  # budgets against each other: closer than to fp64
+    for _, found, *_ in ranks[0][1:]:  # budgets against each other: closer than to fp64
         for name, expected in ranks[0][0][1].items():
             assert (found[name] - expected).norm() <= 1e-6 * expected.norm() + 1e-7 * norm_of_all, name
     seen = {}
