@@ -30,7 +30,7 @@ ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's overlap of tensor-parallel communication counts on the order it gives
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's overlap of tensor-parallel communication counts on its order
 }
 Layers = Annotated[list[str], typer.Argument(help="YAML files (later ones win), then key=value overrides.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print nothing but errors.")]

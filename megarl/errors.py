@@ -1,4 +1,4 @@
-"""The two kinds of failure a user sees in one line: a wrong input is a ValueError, a failing environment is a MegarlError."""
+"""The two failures a user sees in one line: a wrong input is a ValueError, a failing environment a MegarlError."""
 
 
 class MegarlError(RuntimeError):

@@ -85,7 +85,7 @@ def wait_for_the_cause() -> None:
 
 
 def end_with_parent() -> None:
-    """In a rank: end this process when its launcher is gone, however it went. The rollout driver then ends by itself."""
+    """In a rank: end this process once its launcher is gone, however it went; the rollout driver then ends itself."""
     parent = os.getppid()
 
     def watch():

@@ -22,8 +22,8 @@ class PackedSequences(PackedSeqParams):
     """Where each sequence of a packed row lies. Tokens after cu_seqlens[-1] are padding and belong to none.
 
     `qkv_format` stays "sbhd": Megatron then rotates queries and keys with one position per token (`models/build.py`),
-    in one call instead of one per sequence, and its `thd` rotary code, which runs positions on across sequences when the
-    longest length equals the total, is never entered.
+    in one call instead of one per sequence, and its `thd` rotary code, which runs positions on across sequences when
+    the longest length equals the total, is never entered.
     """
 
     padded_tokens: int = 0  # N, padding included

@@ -1,4 +1,4 @@
-"""From a Hugging Face config.json to a Megatron GPTModel, on either device, with Megatron's or TransformerEngine's layers."""
+"""From a Hugging Face config.json to a Megatron GPTModel, on either device, with local or TransformerEngine layers."""
 
 import copy
 from importlib.util import find_spec
@@ -56,7 +56,7 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
 
 
 class RMSNormShard:
-    """torch's RMSNorm for Megatron's specs; its gradient is summed over tensor-parallel ranks under sequence parallelism.
+    """torch's RMSNorm for Megatron's specs; sequence parallelism sums its gradient over tensor-parallel ranks.
 
     Megatron's own wrapper around torch norms refuses sequence parallelism.
     """
@@ -165,7 +165,7 @@ def build(hf: PretrainedConfig, model: ModelConfig, layout: Layout) -> PackedGPT
         model.transformer_impl == "auto" and device.HAS_CUDA and find_spec("transformer_engine") is not None
     )
     rotary = Rotary(hf)
-    # YaRN scales cos and sin by a factor; rotating the whole head, that is the same as scaling the scores by its square.
+    # YaRN scales cos and sin by a factor; with the whole head rotated, that is scaling the scores by its square.
     scale = rotary.attention_factor**2 / head_dim(hf) ** 0.5
     config = transformer_config(hf, model, layout, softmax_scale=scale)
     return PackedGPTModel(

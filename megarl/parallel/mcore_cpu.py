@@ -1,7 +1,7 @@
 """Gives Megatron-core's unconditional `torch.cuda.*` calls their CPU meaning. Installed only where there is no CUDA.
 
-`torch.cuda` itself stays untouched. Every `megarl`-relevant `megatron.core` module that has a global named `torch` gets a
-facade instead, which differs from torch in three things: `.cuda` answers for the CPU, factories ignore
+`torch.cuda` itself stays untouched. Every `megarl`-relevant `megatron.core` module that has a global named `torch` gets
+a facade instead, which differs from torch in three things: `.cuda` answers for the CPU, factories ignore
 `device="cuda"`, and `pin_memory` is dropped. Modules that compare `Tensor.type()` with 'torch.cuda.*Tensor' literals
 have those literals exchanged, and the CUDA random-state tracker forks the CPU generator.
 
@@ -185,7 +185,7 @@ def _treat_random(module):
 
 
 def _treat_distributed_optimizer(module):
-    """torch's Adam keeps `step` in its state; the loaders of sharded checkpoints drop it unless it is passed through."""
+    """torch's Adam keeps `step` in its state; the loaders of sharded checkpoints drop it unless it is passed on."""
     original = module.DistributedOptimizer._set_main_param_and_optimizer_states
 
     def with_step(self, model_param, tensors):
@@ -234,7 +234,7 @@ class _Hook(importlib.abc.MetaPathFinder):
 
 
 def _tensor_cuda(self, *args, **kwargs):
-    """`Tensor.cuda()` called by megatron.core means "to this process's device"; called by anyone else it stays torch's."""
+    """`Tensor.cuda()` called by megatron.core means "to this process's device"; for any other caller it is torch's."""
     caller = sys._getframe(1).f_globals.get("__name__", "")
     return self if caller.startswith("megatron.core") else _original_tensor_cuda(self, *args, **kwargs)
 

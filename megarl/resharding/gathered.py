@@ -19,8 +19,8 @@ def _flat(pieces: list[Piece], model: ShardedModel) -> torch.Tensor:
 def gather(model: ShardedModel, runs: list[list[TensorMeta]]) -> Iterator[tuple[list[TensorMeta], torch.Tensor | None]]:
     """Each bucket's whole tensors, one flat uint8 buffer at a time; rank 0 gets buffers, the others None.
 
-    Collective over the ranks of the first data-parallel copy; ranks of other copies only iterate. Peak extra memory: one
-    bucket on rank 0 and the largest rank's part of it; that part on the others.
+    Collective over the ranks of the first data-parallel copy; ranks of other copies only iterate. Peak extra memory:
+    one bucket on rank 0 and the largest rank's part of it; that part on the others.
     """
     rank = model.layout.rank
     for bucket in runs:

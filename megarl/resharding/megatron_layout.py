@@ -145,7 +145,7 @@ class ShardedModel:
 
     @cached_property
     def sources(self) -> dict[int, list[Piece]]:
-        """For each rank of the first data-parallel copy the pieces it contributes: each box comes from one rank only."""
+        """For each rank of the first data-parallel copy the pieces it contributes: each box comes from one rank."""
         taken: set[tuple] = set()
         chosen: dict[int, list[Piece]] = {}
         for rank in range(self.layout.tp_size):
@@ -160,7 +160,7 @@ class ShardedModel:
         return [TensorMeta(name, self.checkpoint_shapes[name], dtype) for name in checkpoint_names(self.table)]
 
     def check_covered(self) -> None:
-        """Every element of every local parameter belongs to exactly as many pieces as it should: one, padding rows none.
+        """Every element of every local parameter belongs to as many pieces as it should: one, padding rows none.
 
         Raises:
             ValueError: the checkpoint's shapes do not make up this model (config.json and safetensors disagree).

@@ -1,7 +1,7 @@
 """A piece says: this box of this checkpoint tensor lies in this strided view of this local tensor.
 
-A layout is the list of pieces that one process holds. Names and shapes are those of the Hugging Face checkpoint, so any two
-layouts, files included, meet in the same coordinates. This file imports torch only: engine workers use it too.
+A layout is the list of pieces that one process holds. Names and shapes are those of the Hugging Face checkpoint, so any
+two layouts, files included, meet in the same coordinates. This file imports torch only: engine workers use it too.
 """
 
 from collections.abc import Iterable

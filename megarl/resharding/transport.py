@@ -1,4 +1,4 @@
-"""A communicator between rank 0 and one engine's workers, apart from any other process group. Both sides use this file."""
+"""A communicator between rank 0 and one engine's workers, apart from any other process group; both sides use it."""
 
 from datetime import timedelta
 

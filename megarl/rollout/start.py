@@ -10,7 +10,7 @@ from megarl.rollout.replay import ReplayDriver
 
 
 class AbsentDriver:
-    """What ranks other than 0 hold, so that the loop reads the same on all of them: every request is rank 0's to make."""
+    """What ranks other than 0 hold, so that the loop reads the same on all: every request is rank 0's to make."""
 
     num_engines = 0
 

@@ -24,7 +24,7 @@ TokenLoss = Callable[[torch.Tensor, torch.Tensor, Batch], tuple[torch.Tensor, di
 
 
 def next_tokens(batch: Batch) -> torch.Tensor:
-    """[N] the token that each position predicts; the last position of a sequence predicts nothing (its own id stands)."""
+    """[N] the token that each position predicts; the last of a sequence predicts nothing (its own id stands)."""
     targets = torch.roll(batch.tokens, -1)
     last = batch.cu_seqlens[1:].long() - 1
     targets[last] = batch.tokens[last]
@@ -32,13 +32,13 @@ def next_tokens(batch: Batch) -> torch.Tensor:
 
 
 def onto_tokens(predicted: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Move a per-position quantity [N] onto the token it predicts, zero where `loss_mask` is 0 (the first tokens too)."""
+    """Move a per-position quantity [N] onto the token it predicts; zero where `loss_mask` is 0 (first tokens too)."""
     moved = torch.nn.functional.pad(predicted[:-1], (1, 0))
     return torch.where(batch.loss_mask.bool(), moved, torch.zeros_like(moved))
 
 
 class Policy:
-    """One model on all ranks. Every method is collective over the ranks; batches are each rank's own share, on the CPU."""
+    """One model on all ranks. Every method is collective over them; a batch is the rank's own share, on the CPU."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class Policy:
         _, grad_norm, _ = self.optimizer.step()
         if not math.isfinite(grad_norm):
             raise MegarlError(
-                f"the gradient norm is {grad_norm}; loss {metrics['loss']}. Lower the learning rate or raise the precision "
-                "(actor.model.dtype=float32) and start again from the last checkpoint"
+                f"the gradient norm is {grad_norm}; loss {metrics['loss']}. Lower the learning rate or raise the "
+                "precision (actor.model.dtype=float32) and start again from the last checkpoint"
             )
         return metrics | {"grad_norm": grad_norm, "lr": self.optimizer.param_groups[0]["lr"]}

@@ -39,8 +39,8 @@ def run(
     Args:
         model: DDP-wrapped for training, plain for forward only.
         micro_batches: at least one; all ranks of a model replica pass the same.
-        on_logits: (logits [N, V_padded / tp], micro-batch) -> (scalar loss, tensors to keep). The loss is a weighted sum
-            whose weights come from global counts: it is neither divided by the number of micro-batches nor averaged
+        on_logits: (logits [N, V_padded / tp], micro-batch) -> (scalar loss, tensors to keep). The loss is a weighted
+            sum whose weights come from global counts: it is neither divided by the number of micro-batches nor averaged
             over data-parallel ranks (`calculate_per_token_loss` with a token count of 0 does that in Megatron).
         layout: process groups.
         forward_only: no backward; call under torch.no_grad().

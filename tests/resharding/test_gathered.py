@@ -1,4 +1,4 @@
-"""Weights from a tensor-parallel trainer into a running engine: it then is the engine that the exported files would give."""
+"""Weights from a tensor-parallel trainer into a running engine, which then equals one started on the exported files."""
 
 from pathlib import Path
 
@@ -30,8 +30,8 @@ SHAPE = dict(
     bos_token_id=None,
     eos_token_id=1,
 )
-# A tied head has its own post-processing on the CPU. A vocabulary of 3,001 rows makes tensors over one bucket of 1 MiB, and
-# does not divide by two.
+# A tied head has its own post-processing on the CPU. A vocabulary of 3,001 rows makes tensors over one bucket of 1 MiB,
+# and does not divide by two.
 FAMILIES = {
     "qwen2-tied": lambda: Qwen2Config(**SHAPE, vocab_size=128, tie_word_embeddings=True),
     "llama-untied": lambda: LlamaConfig(**SHAPE, vocab_size=3001, tie_word_embeddings=False),

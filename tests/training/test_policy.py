@@ -51,7 +51,7 @@ def token_loss(logprobs, entropy, micro):
 
 
 def _whole_gradients(policy: Policy) -> dict[str, torch.Tensor]:
-    """The reduced gradient in checkpoint coordinates, on rank 0. The distributed optimizer leaves each rank its part."""
+    """The reduced gradient in checkpoint coordinates, on rank 0; the distributed optimizer leaves each rank a part."""
     for buffer in policy.module.buffers:
         for bucket in buffer.buckets:
             parts = list(bucket.grad_data.chunk(policy.layout.dp_size))
@@ -86,7 +86,7 @@ def _gradients_of(folder: str, layout, budgets: list[int]) -> list:
 
 
 def _reference(folder) -> tuple[float, dict[str, torch.Tensor], list[torch.Tensor]]:
-    """The same loss by transformers and autograd, sequence by sequence; written out, sharing nothing with the trainer."""
+    """The same loss by transformers and autograd, sequence by sequence; it shares nothing with the trainer."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     rollouts = make_rollouts()
     count = sum(len(c.token_ids) for r in rollouts for c in r.completions)
