@@ -69,6 +69,11 @@ class TrainConfig(Section):
                 f"{self.completions_per_step} completions of a step (data.train_batch_size="
                 f"{self.data.train_batch_size} x rollout.n={self.rollout.n}); it counts completions, not prompts"
             )
+        if self.actor.ppo_mini_batch_size < self.data_parallel_size:
+            raise ValueError(
+                f"actor.ppo_mini_batch_size={self.actor.ppo_mini_batch_size} completions leave some of the "
+                f"{self.data_parallel_size} data-parallel ranks without work; use at least one for each"
+            )
         if self.actor.ppo_max_token_len_per_gpu < self.max_sequence_length:
             raise ValueError(
                 f"actor.ppo_max_token_len_per_gpu={self.actor.ppo_max_token_len_per_gpu} is less than one sequence can "
