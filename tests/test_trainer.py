@@ -141,3 +141,16 @@ def test_the_same_rollouts_give_the_same_losses_in_another_layout(recorded, task
     for (loss, norm), (expected_loss, expected_norm) in zip(found, expected, strict=True):
         assert abs(loss - expected_loss) <= 1e-4
         assert abs(norm - expected_norm) <= 1e-4 * max(1.0, expected_norm)
+
+
+def test_the_reference_is_the_initial_policy_and_stays_it(recorded, task, warm, tmp_path):
+    """With one mini-batch per step the KL is that of the policy before the update: 0 at first, more after a step."""
+    done = megarl(
+        *("train", CONFIGS / "quickstart.yaml", *overrides(task, warm, tmp_path), f"rollout.replay_dir={recorded[1]}"),
+        *("trainer.test_freq=0", "trainer.total_steps=2", "actor.ppo_mini_batch_size=512"),
+        *("algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=0.01"),
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = (m["objective/kl"] for m in metrics_of(tmp_path))
+    assert abs(first) <= 1e-7
+    assert second > 1e-5
