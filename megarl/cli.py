@@ -58,11 +58,22 @@ def _check_output_dir(config) -> None:
 
 
 def _check_model(path: str, config, transformer_impl: str) -> None:
-    from megarl.models import hf_files
-    from megarl.models.build import check
+    from megarl.models import hf_files, supported
 
-    check(hf_files.load_config(path), config.parallel.tensor_model_parallel_size, transformer_impl)
+    supported.check(hf_files.load_config(path), config.parallel.tensor_model_parallel_size, transformer_impl)
     hf_files.Checkpoint(path)
+
+
+def _check_models(config: TrainConfig) -> None:
+    from megarl.models import hf_files, supported
+
+    model, rollout = config.actor.model, config.rollout
+    _check_model(model.path, config, model.transformer_impl)
+    if config.ref.model_path and algorithms.get(config.algorithm.name).needs(config.algorithm).reference:
+        _check_model(config.ref.model_path, config, model.transformer_impl)
+    if not rollout.replay_dir:
+        hf = hf_files.load_config(model.path)
+        supported.check_engine(hf, rollout.tensor_model_parallel_size, config.max_sequence_length)
 
 
 def _run(config, command: str, layers: list[str], quiet: bool, debug: bool, work) -> None:
@@ -92,7 +103,7 @@ def train(layers: Layers, dry_run: DryRun = False, quiet: Quiet = False, debug: 
         if not config.rollout.replay_dir:
             check_vllm()
         _check_output_dir(config)
-        _check_model(config.actor.model.path, config, config.actor.model.transformer_impl)
+        _check_models(config)
     if dry_run:
         _show(config, batch_table(config))
         return
@@ -191,6 +202,7 @@ def main() -> None:
             print(f"{rank}error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ValueError) else 1)
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         sys.exit(130)
     except Exception:
         launcher.wait_for_the_cause()

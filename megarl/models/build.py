@@ -17,37 +17,9 @@ from megarl import models
 from megarl.config.model import ModelConfig
 from megarl.models.attention import PackedAttention
 from megarl.models.dense import head_dim
+from megarl.models.supported import check
 from megarl.parallel import device
 from megarl.parallel.layout import Layout
-
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
-
-def check(hf: PretrainedConfig, tensor_model_parallel_size: int, transformer_impl: str = "auto") -> None:
-    """Refuse a model that cannot be built under this layout, before any process is started.
-
-    Raises:
-        ValueError: unknown family; heads, KV heads or MLP not divisible by the tensor-parallel size; unknown RoPE type;
-            TransformerEngine asked for and not installed.
-    """
-    models.get(hf.model_type).check(hf)
-    counts = dict(
-        num_attention_heads=hf.num_attention_heads,
-        num_key_value_heads=hf.num_key_value_heads,
-        intermediate_size=hf.intermediate_size,
-    )
-    for name, count in counts.items():
-        if count % tensor_model_parallel_size:
-            fitting = [str(n) for n in range(1, count + 1) if all(c % n == 0 for c in counts.values())]
-            raise ValueError(
-                f"parallel.tensor_model_parallel_size={tensor_model_parallel_size} does not divide the model's "
-                f"{name}={count}; sizes that fit this model: {', '.join(fitting)}"
-            )
-    rope_type = hf.rope_parameters["rope_type"]
-    if rope_type not in ROPE_TYPES:
-        raise ValueError(f"rope_type={rope_type!r} in config.json is not supported; supported: {', '.join(ROPE_TYPES)}")
-    if transformer_impl == "te" and find_spec("transformer_engine") is None:
-        raise ValueError("actor.model.transformer_impl=te, but transformer_engine is not installed; use local or auto")
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:

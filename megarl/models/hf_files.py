@@ -6,8 +6,11 @@ import struct
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
+
+from megarl import models
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -46,16 +49,21 @@ def load_config(path: str) -> PretrainedConfig:
     """config.json of a checkpoint.
 
     Raises:
-        ValueError: the folder or its config.json is missing or unreadable.
+        ValueError: the folder or its config.json is missing or unreadable, or of a family that megarl does not know.
     """
     folder = resolve(path)
     if not (folder / "config.json").is_file():
         raise ValueError(f"model folder {path} has no config.json; is it a Hugging Face checkpoint?")
     try:
-        json.loads((folder / "config.json").read_text())
-        return AutoConfig.from_pretrained(folder)
-    except (json.JSONDecodeError, KeyError, ValueError) as error:
+        settings = json.loads((folder / "config.json").read_text())
+    except ValueError as error:  # JSONDecodeError, UnicodeDecodeError
         raise ValueError(f"config.json of model folder {path} cannot be read: {error}") from error
+    models.get(str(settings.get("model_type")) if isinstance(settings, dict) else "")
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (KeyError, ValueError, StrictDataclassError) as error:  # the last: a field of the wrong type
+        reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
+        raise ValueError(f"config.json of model folder {path} is not right: {reason}") from error
 
 
 class Checkpoint:

@@ -30,6 +30,9 @@ _PROGRESS_SECONDS = 5.0
 _LOG_TAIL_LINES = 15
 _LONGEST_SOCKET_PATH = 107  # bytes: sockaddr_un.sun_path less its closing zero
 _CPU_BATCHED_TOKENS = 8192
+# "ValueError: ..." or, below pydantic's "ValidationError: 1 validation error for ...", "Value error, ..."
+_CAUSE = re.compile(r"\s*(?:(?:\w+\.)*\w*(?:Error|Exception|Interrupt): |Value error, )\S")
+_NO_CAUSE = re.compile(r"root cause|\d validation errors? for ")
 
 
 @dataclass(frozen=True)
@@ -237,8 +240,8 @@ def log_excerpt(log: Path) -> str:
     lines = [re.sub(r"^\((?:APIServer|EngineCore|Worker)[^)]*\) ", "", line).rstrip() for line in text.splitlines()]
     lines = [re.sub(r"^(?:ERROR|WARNING|INFO) [\d-]+ [\d:]+ \[[^\]]*\] ?", "", line) for line in lines]
     lines = [line for line in lines if line.strip()]
-    causes = [line.strip() for line in lines if re.match(r"\s*(?:\w+\.)*\w*(?:Error|Exception|Interrupt): \S", line)]
-    causes = [cause for cause in dict.fromkeys(causes) if "root cause" not in cause][-3:]
+    causes = [line.strip() for line in lines if _CAUSE.match(line)]
+    causes = [cause for cause in dict.fromkeys(causes) if not _NO_CAUSE.search(cause)][-3:]
     parts = [f": {cause}" for cause in causes[:1]] + [f"\n  also: {cause}" for cause in causes[1:]]
     tail = "".join(f"\n  | {line[:300]}" for line in lines[-_LOG_TAIL_LINES:])
     return f"{''.join(parts)}\nthe last lines of {log}:{tail}"

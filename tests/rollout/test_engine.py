@@ -88,4 +88,11 @@ def test_excerpts_name_the_cause(tmp_path):
     assert first == ": ValueError: head size 16 is not supported"
     assert tail[0] == f"the last lines of {log}:" and len(tail) == 16
     assert tail[-1] == "  | RuntimeError: Engine core initialization failed. See root cause above."
+
+    lines = [
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig",
+        "  Value error, too long",
+    ]
+    log.write_text("\n".join(lines))
+    assert log_excerpt(log).splitlines()[0] == ": Value error, too long"
     assert "no log was written" in log_excerpt(tmp_path / "none.log")
