@@ -18,6 +18,11 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def checks_input() -> bool:
+    """Whether this process checks models and folders before the run: the user's own, or rank 0 under torchrun."""
+    return not is_rank() or (os.environ["RANK"] == "0" and "MEGARL_LAUNCHED" not in os.environ)
+
+
 def launch(arguments: list[str], num_ranks: int) -> int:
     """Run `python -m megarl <arguments>` as `num_ranks` ranks on this machine and wait for them.
 
@@ -32,7 +37,7 @@ def launch(arguments: list[str], num_ranks: int) -> int:
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     os.environ["MEGARL_LAUNCHED"] = "1"
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its news are told below, in one line
+    logging.disable()  # this process only waits: what the agent has to say is told below, in one line
     agent = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -52,7 +57,7 @@ def launch(arguments: list[str], num_ranks: int) -> int:
         print(_message(failure), file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     except (SignalException, KeyboardInterrupt):
-        print("interrupted; every process of the run has been ended", file=sys.stderr)
+        print("interrupted; every process of the run is being ended", file=sys.stderr)
         return 130
     return 0
 

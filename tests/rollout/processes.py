@@ -1,10 +1,12 @@
 """Which processes exist, for tests that nothing is left running."""
 
 import contextlib
+import ctypes
 import os
 import time
 from collections.abc import Iterable
 
+PR_SET_CHILD_SUBREAPER = 36
 Process = tuple[int, int]  # pid and start time: a pid alone may be given out again
 
 
@@ -61,3 +63,12 @@ def wait_until(condition, seconds: float) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+@contextlib.contextmanager
+def adopting_orphans():
+    """Make this process the parent of everything below it that loses its own, so that `descendants` sees it."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    assert prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    yield
+    prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
