@@ -51,7 +51,11 @@ def _notify(line: str) -> None:
 
 def _check_output_dir(config) -> None:
     folder = Path(config.trainer.output_dir)
-    if (folder / "config.yaml").exists() and not config.trainer.overwrite_output_dir:
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"trainer.output_dir={folder} is a file; name a folder")
+    metrics = folder / "metrics.jsonl"  # a run that failed before its first step has none, and may be tried again
+    finished_a_step = (folder / "summary.json").exists() or (metrics.exists() and metrics.stat().st_size > 0)
+    if finished_a_step and not config.trainer.overwrite_output_dir:
         raise ValueError(
             f"trainer.output_dir={folder} already holds a run; choose another, or set trainer.overwrite_output_dir=true"
         )
@@ -98,7 +102,7 @@ def _run(config, command: str, layers: list[str], quiet: bool, debug: bool, work
 def train(layers: Layers, dry_run: DryRun = False, quiet: Quiet = False, debug: Debug = False) -> None:
     """Train a policy with online reinforcement learning."""
     config = _read(TrainConfig, layers)
-    if not launcher.is_rank():
+    if launcher.checks_input():
         check_megatron()
         if not config.rollout.replay_dir:
             check_vllm()
@@ -120,7 +124,7 @@ def train(layers: Layers, dry_run: DryRun = False, quiet: Quiet = False, debug: 
 def sft(layers: Layers, dry_run: DryRun = False, quiet: Quiet = False, debug: Debug = False) -> None:
     """Train a model on demonstrations (a supervised warm start)."""
     config = _read(SFTConfig, layers)
-    if not launcher.is_rank():
+    if launcher.checks_input():
         check_megatron()
         _check_output_dir(config)
         _check_model(config.model.path, config, config.model.transformer_impl)
@@ -194,7 +198,7 @@ def main() -> None:
         warnings.filterwarnings("ignore", module=r"(megatron|torch|transformers)\.")
     try:
         app()
-    except (ValueError, MegarlError) as error:
+    except (ValueError, MegarlError, OSError) as error:
         if debug:
             raise
         if not launcher.tell_launcher(error):

@@ -13,7 +13,6 @@ from megarl.observability.metrics import Phases
 from megarl.observability.report import Reporter
 from megarl.parallel import device
 from megarl.parallel import layout as layouts
-from megarl.resharding import files
 from megarl.training.policy import Policy
 from megarl.types import Batch
 
@@ -56,8 +55,9 @@ def sft(config: SFTConfig, quiet: bool = False) -> None:
                 if config.stop_at_exact_match and exact >= config.stop_at_exact_match:
                     report.note(f"stopped at step {step}: exact match {exact:.3f} >= {config.stop_at_exact_match}")
                     break
-        with torch.no_grad():
-            files.export(policy.sharded, config.model.path, run_dir / "model", report.note)
+            if config.trainer.save_freq and step % config.trainer.save_freq == 0:
+                policy.export(run_dir / "checkpoints" / f"step_{step:06d}", report.note)
+        policy.export(run_dir / "model", report.note)
     layouts.shutdown()
 
 
@@ -70,6 +70,8 @@ def share(examples: list[Example], layout: layouts.Layout) -> Batch:
     """This data-parallel rank's part of a global batch, balanced by tokens, packed."""
     lengths = [len(prompt) + len(answer) for prompt, answer in examples]
     mine = partition(lengths, layout.dp_size)[layout.dp_rank]
+    if not mine:  # fewer examples than ranks
+        return batches.placeholder(batches.from_examples(examples[:1], [0], len(examples)))
     return batches.from_examples([examples[i] for i in mine], mine, len(examples))
 
 
@@ -81,5 +83,8 @@ def exact_match(policy: Policy, examples: list[Example], layout: layouts.Layout,
     """
     batch = share(examples, layout)
     wrong = (1.0 - policy.greedy_matches(batch, max_tokens)) * batch.loss_mask
-    wrong_tokens = torch.zeros(len(batch.index)).index_add_(0, batch.sequence_ids, wrong)
-    return float(policy.sum_over_dp((wrong_tokens == 0).sum())) / len(examples)
+    per_sequence = torch.zeros(len(batch.index))
+    wrong_tokens = per_sequence.index_add(0, batch.sequence_ids, wrong)
+    answer_tokens = per_sequence.index_add(0, batch.sequence_ids, batch.loss_mask)
+    exact = (wrong_tokens == 0) & (answer_tokens > 0)
+    return float(policy.sum_over_dp(exact.sum())) / len(examples)

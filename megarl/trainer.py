@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import torch
-
 from megarl import algorithms
 from megarl.config.root import TrainConfig
 from megarl.evaluation import heldout_metrics
@@ -11,7 +9,6 @@ from megarl.observability.metrics import Phases
 from megarl.observability.report import Reporter
 from megarl.parallel import device
 from megarl.parallel import layout as layouts
-from megarl.resharding import files
 from megarl.resharding.gathered import GatheredBridge
 from megarl.rollout.start import start_driver
 from megarl.training import distribute as distribution
@@ -55,7 +52,7 @@ def train(config: TrainConfig, quiet: bool = False) -> None:
                     rollouts, layout, config.actor.ppo_mini_batch_size, config.trainer.seed, step
                 )
             with phases("logprobs"):
-                batch, agreement = with_logprobs(batch, actor, reference, config)
+                batch, agreement = with_logprobs(batch, actor, reference, config, step)
             with phases("advantages"):
                 batch = algorithm.advantages(batch, config.algorithm, actor.sum_over_dp)
             with phases("update"):
@@ -68,8 +65,8 @@ def train(config: TrainConfig, quiet: bool = False) -> None:
             if due(step, config.trainer.test_freq) or (last and config.trainer.test_freq):
                 validate(step, driver, report)
             if due(step, config.trainer.save_freq) and not last:
-                save(actor, run_dir / "checkpoints" / f"step_{step:06d}", report)
-        save(actor, run_dir / "model", report)
+                actor.export(run_dir / "checkpoints" / f"step_{step:06d}", report.note)
+        actor.export(run_dir / "model", report.note)
     layouts.shutdown()
 
 
@@ -91,9 +88,3 @@ def validate(step: int, driver, report: Reporter) -> None:
     validated = driver.validate(step)
     if validated:
         report.heldout(step, heldout_metrics(validated))
-
-
-def save(actor: Policy, folder: Path, report: Reporter) -> None:
-    """Hugging Face weights, config and tokenizer. Collective."""
-    with torch.no_grad():
-        files.export(actor.sharded, actor.source, folder, report.note)

@@ -148,9 +148,12 @@ def test_the_reference_is_the_initial_policy_and_stays_it(recorded, task, warm, 
     done = megarl(
         *("train", CONFIGS / "quickstart.yaml", *overrides(task, warm, tmp_path), f"rollout.replay_dir={recorded[1]}"),
         *("trainer.test_freq=0", "trainer.total_steps=2", "actor.ppo_mini_batch_size=512"),
-        *("algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=0.01"),
+        *("algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=0.01", "trainer.logger=jsonl"),
+        *("actor.optim.lr_warmup_steps=0", "actor.optim.min_lr_ratio=0"),
     )
     assert done.returncode == 0, done.stderr
+    assert [m["lr"] for m in metrics_of(tmp_path)] == pytest.approx([2e-3 / 3, 1e-3 / 3])  # the last step still moves
+    assert [m["rollout/max_staleness"] for m in metrics_of(tmp_path)] == [0.0, 0.0]
     first, second = (m["objective/kl"] for m in metrics_of(tmp_path))
     assert abs(first) <= 1e-7
     assert second > 1e-5

@@ -18,6 +18,12 @@ def _as_files(value):
     return [{"path": item} if isinstance(item, str) else item for item in value]
 
 
+def _without_weights(files: list[DataFile]) -> list[DataFile]:
+    if any(file.weight != 1.0 for file in files):
+        raise ValueError("weights mean nothing for held-out files, of which every prompt is used once; remove them")
+    return files
+
+
 class DataConfig(Section):
     train_files: list[DataFile] = key(
         ..., "Training files: a path, a list of paths, or a list of {path, weight}.", min_length=1
@@ -35,6 +41,7 @@ class DataConfig(Section):
     shuffle: bool = key(True, "Draw training prompts in a fresh seeded order every epoch.")
 
     _files = field_validator("train_files", "val_files", mode="before")(_as_files)
+    _no_val_weights = field_validator("val_files")(_without_weights)
 
 
 class SFTDataConfig(Section):
@@ -47,3 +54,4 @@ class SFTDataConfig(Section):
     filter_overlong: bool = key(False, "Drop examples over max_length instead of refusing the dataset.")
 
     _files = field_validator("train_files", "val_files", mode="before")(_as_files)
+    _no_val_weights = field_validator("val_files")(_without_weights)

@@ -9,10 +9,10 @@ from megarl.config.data import DataConfig, SFTDataConfig
 from megarl.config.model import ModelConfig, OptimConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.config.rollout import RewardConfig, RolloutConfig, SyncConfig
-from megarl.config.trainer import TrainerConfig
+from megarl.config.trainer import RunConfig, TrainerConfig
 
 
-def _world_size(trainer: TrainerConfig, parallel: ParallelConfig) -> int:
+def _world_size(trainer: RunConfig, parallel: ParallelConfig) -> int:
     per_node = trainer.n_gpus_per_node or parallel.tensor_model_parallel_size
     world, tp = per_node * trainer.nnodes, parallel.tensor_model_parallel_size
     if world % tp:
@@ -91,7 +91,7 @@ class TrainConfig(Section):
 
 
 class SFTConfig(Section):
-    trainer: TrainerConfig = key(..., "How long, how often, where to.")
+    trainer: RunConfig = key(..., "How long, how often, where to.")
     parallel: ParallelConfig = key(ParallelConfig(), "How the model lies over the ranks.")
     model: ModelConfig = key(..., "The model to train.")
     optim: OptimConfig = key(OptimConfig(lr=1e-5), "Adam and the learning-rate schedule.")
@@ -117,6 +117,11 @@ class SFTConfig(Section):
             raise ValueError(
                 f"max_token_len_per_gpu={self.max_token_len_per_gpu} is less than one example can hold "
                 f"(data.max_length={self.data.max_length}); raise it or shorten the examples"
+            )
+        if self.data.train_batch_size < self.world_size // self.parallel.tensor_model_parallel_size:
+            raise ValueError(
+                f"data.train_batch_size={self.data.train_batch_size} examples leave some of the data-parallel ranks "
+                "without work; use at least one for each"
             )
         if self.stop_at_exact_match and not (self.data.val_files and self.trainer.test_freq):
             raise ValueError("stop_at_exact_match needs data.val_files and trainer.test_freq > 0")

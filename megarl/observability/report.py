@@ -4,6 +4,8 @@ import json
 import time
 from pathlib import Path
 
+import numpy as np
+
 from megarl.config.explain import dump
 from megarl.config.root import SFTConfig, TrainConfig
 from megarl.observability.loggers import Loggers, ProgressBar
@@ -29,6 +31,7 @@ class Reporter:
         self.config = config
         self.summary: dict = {"seed": config.trainer.seed}
         self.seconds: list[dict[str, float]] = []
+        self.parity: list[float] = []
         self.completions = 0
 
     def __enter__(self) -> "Reporter":
@@ -80,8 +83,7 @@ class Reporter:
         self._record(step, found, seconds)
         self.summary.setdefault("train_reward_first", found["objective/scores"])
         self.summary["train_reward_last"] = found["objective/scores"]
-        worst = max(self.summary.get("parity_max_abs_logprob", 0.0), found["parity/max_abs_logprob"])
-        self.summary["parity_max_abs_logprob"] = worst
+        self.parity.append(found["parity/max_abs_logprob"])
         every = self.config.trainer.sample_table_freq
         if every and step % every == 0:
             rows = sample_table(rollouts, SAMPLE_ROWS, self.bar.console, title=f"step {step}: sample completions")
@@ -120,8 +122,12 @@ class Reporter:
             names = self.seconds[0]
             means = {name: sum(s[name] for s in self.seconds) / len(self.seconds) for name in names}
             self.summary["seconds_per_step"] = {name: round(value, 4) for name, value in means.items()}
+        if self.parity:
+            self.summary["parity_max_abs_logprob"] = float(np.max(self.parity))  # unlike max(), keeps a NaN
         self.summary["seconds_in_all"] = round(time.monotonic() - self.started, 1)
         self.summary["completions"] = self.completions
         (self.run_dir / "summary.json").write_text(json.dumps(self.summary, indent=2) + "\n")
-        plot = plot_run(self.run_dir)
-        self.bar.note(f"results in {self.run_dir}: summary.json, {plot.name}, metrics.jsonl, model/")
+        left = ["summary.json", "model/"]
+        if "jsonl" in self.config.trainer.logger:
+            left += ["metrics.jsonl", plot_run(self.run_dir).name]
+        self.bar.note(f"results in {self.run_dir}: {', '.join(left)}")

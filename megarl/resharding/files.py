@@ -44,13 +44,22 @@ def load(model: torch.nn.Module, path: str, layout: Layout) -> ShardedModel:
     )
     sharded.check_covered()
     for entry in table.ends:
-        if isinstance(
-            entry, Vocabulary
-        ):  # rows past the vocabulary are in no softmax; weight decay must see zeros there
+        if isinstance(entry, Vocabulary):
+            _check_vocabulary(sharded.checkpoint_shapes[entry.hf], hf, entry.hf, path)
+            # Rows past the vocabulary are in no softmax; weight decay must see zeros there.
             sharded.tensors[entry.megatron].detach().zero_()
     for piece in sharded.pieces:
         piece.view(sharded.tensors[piece.tensor]).copy_(checkpoint.read(piece.name, piece.box))
     return sharded
+
+
+def _check_vocabulary(shape: tuple[int, ...], hf, name: str, path: str) -> None:
+    """Ranks share the rows by config.json's vocab_size; another number of rows would shift every later rank's."""
+    if shape != (hf.vocab_size, hf.hidden_size):
+        raise ValueError(
+            f"model folder {path}: {name} has the shape {list(shape)}, but config.json says vocab_size={hf.vocab_size} "
+            f"and hidden_size={hf.hidden_size}; correct config.json"
+        )
 
 
 def export(

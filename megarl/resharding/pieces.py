@@ -4,7 +4,6 @@ A layout is the list of pieces that one process holds. Names and shapes are thos
 two layouts, files included, meet in the same coordinates. This file imports torch only: engine workers use it too.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -41,15 +40,6 @@ class Piece:
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """The same box of the whole checkpoint tensor."""
         return whole[tuple(slice(start, stop) for start, stop in self.box)]
-
-
-def shapes(pieces: Iterable[Piece]) -> dict[str, tuple[int, ...]]:
-    """Shape of every checkpoint tensor that `pieces` (of all ranks together) cover: the far corner of its boxes."""
-    corners: dict[str, tuple[int, ...]] = {}
-    for piece in pieces:
-        stops = tuple(stop for _, stop in piece.box)
-        corners[piece.name] = tuple(map(max, corners.get(piece.name, stops), stops))
-    return corners
 
 
 @dataclass(frozen=True)

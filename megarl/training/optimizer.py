@@ -45,7 +45,8 @@ def build(
         max_lr=config.lr,
         min_lr=config.lr * config.min_lr_ratio,
         lr_warmup_steps=config.lr_warmup_steps,
-        lr_decay_steps=max(total_steps, config.lr_warmup_steps + 1),
+        # The schedule is stepped before each update, so the last of the run is number total_steps: it still moves.
+        lr_decay_steps=max(total_steps, config.lr_warmup_steps) + 1,
         lr_decay_style=config.lr_scheduler_type,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,

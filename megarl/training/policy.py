@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -128,6 +129,11 @@ class Policy:
             return logits.new_zeros(()), {"match": onto_tokens(match.float(), micro)}
 
         return self._map(batch, max_tokens, ["match"], on_logits)["match"]
+
+    @torch.no_grad()
+    def export(self, folder: Path, on_progress: Callable[[str], None]) -> None:
+        """Write the present weights, config.json and tokenizer as a Hugging Face checkpoint. See `files.export`."""
+        files.export(self.sharded, self.source, folder, on_progress)
 
     def gradients(self, batch: Batch | None, token_loss: TokenLoss, max_tokens: int) -> dict[str, float]:
         """Forward and backward of one mini-batch: afterwards main_grad holds d(sum of token_weights * loss), reduced.

@@ -11,19 +11,24 @@ from megarl.types import Batch
 
 
 def with_logprobs(
-    batch: Batch, actor: Policy, reference: Policy | None, config: TrainConfig
+    batch: Batch, actor: Policy, reference: Policy | None, config: TrainConfig, step: int
 ) -> tuple[Batch, dict[str, float]]:
     """Fill `logprobs` (the policy before the update) and, with a reference, `ref_logprobs`. Collective.
 
     Returns:
         the batch, and how far trainer and engine agree: "parity/max_abs_logprob", the largest difference between the
-        engine's log-prob of a sampled token and the trainer's own under the same weights, over all ranks.
+        engine's log-prob of a sampled token and the trainer's own under the same weights, over all ranks;
+        "rollout/max_staleness", how many updates the weights behind the oldest token were behind.
     """
     max_tokens = config.log_prob_max_token_len_per_gpu
     logprobs, _ = actor.logprobs(batch, max_tokens)
     ref_logprobs = reference.logprobs(batch, max_tokens)[0] if reference is not None else None
     gap = ((logprobs - batch.rollout_logprobs) * batch.loss_mask).abs().max()
-    agreement = {"parity/max_abs_logprob": float(max_over_ranks(gap))}
+    behind = ((step - 1 - batch.weight_version) * batch.loss_mask).max()
+    agreement = {
+        "parity/max_abs_logprob": float(max_over_ranks(gap)),
+        "rollout/max_staleness": float(max_over_ranks(behind)),
+    }
     return batch.with_(logprobs=logprobs, ref_logprobs=ref_logprobs), agreement
 
 

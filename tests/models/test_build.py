@@ -1,5 +1,6 @@
 """Megatron models equal transformers' on packed rows, in every layout; their files go both ways."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,21 @@ def test_packed_logits_and_exported_files_equal_transformers(checkpoints, tmp_pa
         for key in original.names:
             whole = tuple((0, n) for n in original.shape(key))
             assert torch.equal(original.read(key, whole), exported.read(key, whole)), key
+
+
+def _refusal(folder: str) -> str:
+    layout = layouts.initialize(ParallelConfig(), seed=0)
+    settings = ModelConfig(path=folder, dtype="float32", transformer_impl="local")
+    model = build.build(hf_files.load_config(folder), settings, layout)
+    with pytest.raises(ValueError) as error:
+        files.load(model, folder, layout)
+    return str(error.value)
+
+
+def test_a_vocabulary_that_config_and_files_disagree_about_is_refused(tmp_path):
+    """Zero rows would enter the softmax, and every later tensor-parallel rank would hold other rows' weights."""
+    folder = tiny_models.make("qwen2-tied", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 2}))
+    (message,) = run_ranks(_refusal, 1, str(folder))
+    assert "has the shape [131, 64], but config.json says vocab_size=133" in message

@@ -1,5 +1,6 @@
 import io
 import json
+import time
 
 import numpy as np
 import pytest
@@ -67,7 +68,10 @@ def test_wandb_without_a_key_runs_offline(tmp_path, monkeypatch):
     logs.close()
     runs = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(runs) == 1
-    assert b"objective/scores" in runs[0].read_bytes()
+    deadline = time.monotonic() + 60  # wandb's own process writes it
+    while b"objective/scores" not in runs[0].read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_wandb_key_is_found_in_the_environment_and_in_netrc(tmp_path, monkeypatch):
