@@ -161,6 +161,7 @@ def test_an_unsupported_release(refused, monkeypatch, tmp_path, name, version):
 
 def test_output_dir_that_already_holds_a_run(megarl, task, tmp_path):
     (tmp_path / "config.yaml").write_text("kept: true\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     status, _, err = megarl("train", *arguments(task, tmp_path))
     assert status == 2
     assert err.count("\n") == 1 and "already holds a run" in err and "trainer.overwrite_output_dir=true" in err
