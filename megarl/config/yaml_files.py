@@ -61,7 +61,10 @@ def parse_yaml(text: str, where: str) -> Any:
 
 def write_yaml(value: Any) -> str:
     """Plain Python as a YAML text that `parse_yaml` reads back equal."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    if "\x85" in text:  # PyYAML writes this line break as it is, and folds it when it reads it back
+        text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=False, width=120)
+    return text
 
 
 def one_line(value: Any) -> str:

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megarl.config.explain import dump, explain
@@ -33,6 +33,7 @@ TEXTS = st.one_of(
 
 @settings(max_examples=60, deadline=None)
 @given(text=TEXTS, seed=st.integers(0, 2**40))
+@example(text="a line\x85break", seed=0)
 def test_a_dumped_config_loads_back_equal(tmp_path_factory, text, seed):
     config = train_config(project_name=text, experiment_name=text or None, seed=seed)
     file = tmp_path_factory.mktemp("dump") / "config.yaml"
