@@ -6,14 +6,14 @@ two layouts, files included, meet in the same coordinates. This file imports tor
 
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 
 Box = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Example: Piece("model.layers.3.self_attn.q_proj.weight", ((0, 512), (0, 1024)), "...linear_qkv.weight",
     offset=0, strides=(1024, 1))
     """
@@ -40,6 +40,14 @@ class Piece:
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """The same box of the whole checkpoint tensor."""
         return whole[tuple(slice(start, stop) for start, stop in self.box)]
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Each of these processes holds these same pieces."""
+
+    ranks: tuple[int, ...]
+    pieces: list[Piece]
 
 
 @dataclass(frozen=True)
