@@ -1,7 +1,7 @@
 """One vLLM server: its command line and environment, its start under a supervisor, its readiness, its end.
 
 The server listens on a Unix socket in a private folder and writes to `<run_dir>/logs/engine_<i>.log`. A supervisor
-(rollout/supervisor.py) holds it by a pipe to this process, so that it cannot outlive us.
+(supervisor.py) holds it by a pipe to this process, so that it cannot outlive us.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Engine:
     async def start(self) -> None:
         """Spawn the supervisor, which spawns the server; returns at once."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        supervisor = [sys.executable, "-m", "megarl.rollout.supervisor", "--owner", str(os.getpid())]
+        supervisor = [sys.executable, "-m", "megarl.supervisor", "--owner", str(os.getpid())]
         supervisor += ["--grace", str(_GRACE_SECONDS), *(f"--remove={path}" for path in self._remove), "--"]
         with open(self.log, "wb") as log:
             self._process = await asyncio.create_subprocess_exec(

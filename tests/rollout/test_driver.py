@@ -153,7 +153,7 @@ def test_engine_killed_then_driver_killed(tiny_config, tmp_path):
         driver.wait_until_ready(lambda line: None)
         driver.collect(8, step=0)
         tree = descendants(driver._process.pid)
-        for pid, _ in naming(f"{tmp_path}/s/engine_1.sock") - naming("megarl.rollout.supervisor"):
+        for pid, _ in naming(f"{tmp_path}/s/engine_1.sock") - naming("megarl.supervisor"):
             os.kill(pid, signal.SIGKILL)
         assert len(driver.collect(8, step=1)) == 8
         pending = driver.begin_sync(1)

@@ -1,4 +1,4 @@
-"""Keeps one server process from outliving its owner: `python -m megarl.rollout.supervisor --owner PID -- COMMAND...`
+"""Keeps one server process from outliving its owner: `python -m megarl.supervisor --owner PID -- COMMAND...`
 
 The owner holds the write end of this program's stdin and never writes. When that pipe closes, however the owner died,
 or when the owner is no longer the parent, or on SIGTERM, the command and everything it started are ended: SIGTERM,
@@ -36,8 +36,14 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: asked_to_end.append(True))
 
     server = subprocess.Popen(
-        arguments.command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent
+        arguments.command,
+        stdin=subprocess.DEVNULL,
+        pass_fds=arguments.pass_fd,
+        start_new_session=True,
+        preexec_fn=_die_with_parent,
     )
+    for descriptor in arguments.pass_fd:
+        os.close(descriptor)  # its other end is to close with the command
     status = None
     while status is None and not asked_to_end and os.getppid() == arguments.owner:
         readable, _, _ = select.select([0, wake_read], [], [], 1.0)
@@ -56,10 +62,11 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="megarl.rollout.supervisor")
+    parser = argparse.ArgumentParser(prog="megarl.supervisor")
     parser.add_argument("--owner", type=int, required=True, help="process id of the owner, this program's parent")
     parser.add_argument("--grace", type=float, default=5.0, help="seconds between SIGTERM and SIGKILL")
     parser.add_argument("--remove", action="append", default=[], help="file or empty folder to remove at the end")
+    parser.add_argument("--pass-fd", type=int, action="append", default=[], help="file descriptor for the command")
     parser.add_argument("command", nargs="+")
     return parser.parse_args()
 

@@ -23,7 +23,7 @@ sys.exit(7)
 OWNER = """
 import os, subprocess, sys, time
 subprocess.Popen(
-    [sys.executable, "-m", "megarl.rollout.supervisor", "--owner", str(os.getpid()), "--grace=.3", "--", *sys.argv[1:]],
+    [sys.executable, "-m", "megarl.supervisor", "--owner", str(os.getpid()), "--grace=.3", "--", *sys.argv[1:]],
     stdin=subprocess.PIPE, start_new_session=True,
 )
 time.sleep(600)
@@ -34,7 +34,7 @@ def supervise(command: list[str], *options: str) -> subprocess.Popen:
     prefix = [
         sys.executable,
         "-m",
-        "megarl.rollout.supervisor",
+        "megarl.supervisor",
         "--owner",
         str(os.getpid()),
         "--grace",
