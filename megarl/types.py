@@ -72,9 +72,14 @@ class Batch:
     num_groups: int  # prompts in the global batch
     num_sequences: int  # sequences in the global batch
     scores: torch.Tensor | None = None  # [B] float32
+    baseline_scores: torch.Tensor | None = None  # [B] float32, of the greedy completion of the same prompt (ReMax)
     rollout_logprobs: torch.Tensor | None = None  # [N] float32, the engine's; 0 where loss_mask is 0
     logprobs: torch.Tensor | None = None  # [N] float32, the policy's before the update ("old")
     ref_logprobs: torch.Tensor | None = None  # [N] float32
+    full_kl: torch.Tensor | None = None  # [N] float32, exact KL(policy before the update || reference) at each token
+    values: torch.Tensor | None = None  # [N] float32, the critic's, before the update, of the state before the token
+    reward_kl: torch.Tensor | None = None  # [N] float32, the KL that the reward was charged for, before its coefficient
+    returns: torch.Tensor | None = None  # [N] float32, what the critic's values are to become
     advantages: torch.Tensor | None = None  # [N] float32
     token_weights: torch.Tensor | None = None  # [N] float32, of the mini-batch's loss; from global counts
 

@@ -7,3 +7,6 @@ class AlgorithmConfig(Section):
     """What every algorithm's own Config extends."""
 
     name: str = key(..., "A file of megarl/algorithms by its name.")
+
+    def check_group_size(self, n: int) -> None:
+        """Raise ValueError where `n` (rollout.n) completions of a prompt do not suit the algorithm."""

@@ -7,7 +7,8 @@ import torch
 
 from megarl.types import Batch, Rollout
 
-_PER_SEQUENCE = {"index", "group_ids", "scores"}
+_SCORES = {"scores", "baseline_scores"}
+_PER_SEQUENCE = {"index", "group_ids"} | _SCORES
 _GLOBAL = {"num_groups", "num_sequences"}
 _DERIVED = {"cu_seqlens"}
 _PER_TOKEN = {f.name for f in fields(Batch)} - _PER_SEQUENCE - _GLOBAL - _DERIVED
@@ -97,11 +98,11 @@ def select(batch: Batch, rows: torch.Tensor) -> Batch:
 def placeholder(batch: Batch) -> Batch:
     """One masked token with weight zero: what a rank without a share runs, so that it joins the collectives."""
     one, zero = torch.ones(1), torch.zeros(1, dtype=torch.int64)
-    filled = {name: one * 0 for name in _PER_TOKEN if getattr(batch, name) is not None}
+    filled = {name: one * 0 for name in _PER_TOKEN | _SCORES if getattr(batch, name) is not None}
     return batch.with_(
         **filled
         | dict(tokens=zero, position_ids=zero, weight_version=zero - 1, cu_seqlens=cumulative(zero + 1))
-        | dict(index=zero, group_ids=zero, scores=None if batch.scores is None else one * 0)
+        | dict(index=zero, group_ids=zero)
     )
 
 
