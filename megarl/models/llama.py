@@ -21,4 +21,4 @@ def transformer_fields(hf: PretrainedConfig) -> dict:
 
 def weight_table(hf: PretrainedConfig) -> WeightTable:
     """Where each checkpoint tensor lies."""
-    return dense.weight_table(hf, qkv_bias=False)
+    return dense.weight_table(hf)

@@ -1,10 +1,17 @@
 """The words in which a family's file says how checkpoint tensors lie in Megatron's: data, read by `resharding`.
 
-`{i}` in a name stands for the layer. Checkpoint names and shapes are those of the Hugging Face files.
+`{i}` in a name stands for the layer, `{e}` for the expert: in a checkpoint's names counted over the whole model, in
+Megatron's over what the rank holds. Checkpoint names and shapes are those of the Hugging Face files.
+
+A Megatron name may be a pair, one for each of `SPELLINGS`; a model uses the same one everywhere.
 """
 
 from dataclasses import dataclass
 from typing import Literal
+
+Spelling = Literal["local", "te"]
+SPELLINGS: tuple[Spelling, ...] = ("local", "te")  # Megatron's own layers | TransformerEngine's, with grouped experts
+Name = str | tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -12,7 +19,7 @@ class Copy:
     """One checkpoint tensor is one Megatron tensor: whole on every tensor-parallel rank, or cut along `split`."""
 
     hf: str
-    megatron: str
+    megatron: Name
     split: Literal[0, 1] | None = None
 
 
@@ -21,7 +28,7 @@ class Vocabulary:
     """A tensor with one row per token id, cut along the rows; Megatron's rows past the vocabulary are padding."""
 
     hf: str
-    megatron: str
+    megatron: Name
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class FusedQKV:
     q: str
     k: str
     v: str
-    megatron: str
+    megatron: Name
 
 
 @dataclass(frozen=True)
@@ -40,22 +47,28 @@ class GateUp:
 
     gate: str
     up: str
-    megatron: str
+    megatron: Name
 
 
-Entry = Copy | Vocabulary | FusedQKV | GateUp
+@dataclass(frozen=True)
+class Experts:
+    """The same for each expert: expert-parallel ranks hold equal runs of experts, each cut by expert-tensor ranks."""
+
+    each: Copy | GateUp
+
+
+Entry = Copy | Vocabulary | FusedQKV | GateUp | Experts
 
 
 @dataclass(frozen=True)
 class WeightTable:
-    """All checkpoint tensors of a model: those of the ends, and those of each of `num_layers` layers.
+    """All checkpoint tensors of a model."""
 
-    A Megatron name may be a tuple of spellings (local layers | TransformerEngine layers); a model has exactly one.
-    """
-
-    ends: tuple[Entry, ...]
-    layer: tuple[Entry, ...]
-    num_layers: int
-    num_query_groups: int
-    heads_per_group: int
-    head_dim: int
+    first: tuple[Entry, ...]  # before the layers, on the first pipeline stage
+    layers: tuple[tuple[Entry, ...], ...]  # of each layer; layers of one kind share one tuple
+    last: tuple[Entry, ...]  # after the layers, on the last pipeline stage
+    tied_head: Vocabulary | None = None  # the copy of the embedding that the last stage keeps if it is not the first
+    num_query_groups: int = 0  # of every FusedQKV
+    heads_per_group: int = 0
+    head_dim: int = 0
+    num_experts: int = 0  # of every Experts

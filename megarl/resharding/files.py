@@ -43,11 +43,12 @@ def load(model: torch.nn.Module, path: str, layout: Layout) -> ShardedModel:
         tensors=dict(model.named_parameters()),
     )
     sharded.check_covered()
-    for entry in table.ends:
+    for entry in (*table.first, *table.last):
         if isinstance(entry, Vocabulary):
             _check_vocabulary(sharded.checkpoint_shapes[entry.hf], hf, entry.hf, path)
-            # Rows past the vocabulary are in no softmax; weight decay must see zeros there.
-            sharded.tensors[entry.megatron].detach().zero_()
+    for name in sharded.padded:
+        # Rows past the vocabulary are in no softmax; weight decay must see zeros there.
+        sharded.tensors[name].detach().zero_()
     for piece in sharded.pieces:
         piece.view(sharded.tensors[piece.tensor]).copy_(checkpoint.read(piece.name, piece.box))
     return sharded

@@ -67,7 +67,7 @@ def distribute(rollouts: list[Rollout] | None, layout: Layout, mini_batch_size: 
     owned = shares(lengths, first_pass, layout.dp_size)
     if layout.is_first:
         for rank in range(1, layout.world_size):
-            for flat in _flatten(batches.select(batch, owned[rank // layout.tp_size])):
+            for flat in _flatten(batches.select(batch, owned[layout.sizes.of(rank).dp])):
                 dist.send(flat, dst=rank)
         return batches.select(batch, owned[0])
     mine = lengths[owned[layout.dp_rank]]
