@@ -16,6 +16,7 @@ from megarl.config.load import load
 from megarl.config.root import SFTConfig, TrainConfig
 from megarl.config.summary import batch_table
 from megarl.errors import MegarlError
+from megarl.parallel.coordinates import ParallelSizes
 from megarl.parallel.versions import check_megatron, check_vllm
 
 app = typer.Typer(
@@ -64,7 +65,8 @@ def _check_output_dir(config) -> None:
 def _check_model(path: str, config, transformer_impl: str) -> None:
     from megarl.models import hf_files, supported
 
-    supported.check(hf_files.load_config(path), config.parallel.tensor_model_parallel_size, transformer_impl)
+    tp = config.parallel.tensor_model_parallel_size
+    supported.check(hf_files.load_config(path), ParallelSizes(tp, tp=tp), transformer_impl)
     hf_files.Checkpoint(path)
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 SHAPE = dict(
     vocab_size=131,  # odd on purpose: Megatron has to pad it
@@ -28,6 +28,8 @@ LLAMA3_ROPE = {
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+DEEP = SHAPE | dict(num_hidden_layers=4, head_dim=32)  # as many layers as two stages of two chunks take
+MOE = DEEP | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
 CONFIGS = {
     "qwen2-tied": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen2-untied": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=False),
@@ -35,6 +37,9 @@ CONFIGS = {
     "llama-tied": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True, head_dim=32),
     "llama-untied-llama3": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE),
     "llama-linear": lambda: LlamaConfig(**SHAPE, rope_parameters=LINEAR_ROPE),
+    "qwen3-tied": lambda: Qwen3Config(**DEEP, tie_word_embeddings=True),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**MOE, norm_topk_prob=True),
+    "qwen3_moe-mixed": lambda: Qwen3MoeConfig(**MOE, norm_topk_prob=False, mlp_only_layers=[1]),
 }
 
 

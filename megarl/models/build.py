@@ -64,8 +64,14 @@ def _replaced(spec, exchange):
     return spec
 
 
-def _block_spec(config: TransformerConfig, use_te: bool):
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, normalization=config.normalization)
+def _block_spec(config: TransformerConfig, use_te: bool, pp_rank: int, vp_stage: int | None):
+    spec = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=use_te,
+        normalization=config.normalization,
+        vp_stage=vp_stage,
+        pp_rank=pp_rank,
+    )
     exchange = {DotProductAttention: PackedAttention, WrappedTorchNorm: RMSNormShard}
     if use_te:
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
@@ -109,14 +115,22 @@ class PackedGPTModel(GPTModel):
 
 def transformer_config(hf: PretrainedConfig, model: ModelConfig, layout: Layout, **overrides) -> TransformerConfig:
     """Megatron's TransformerConfig for this checkpoint under this layout."""
-    dtype = getattr(torch, model.dtype)
+    dtype, sizes = getattr(torch, model.dtype), layout.sizes
     fields = device.transformer_settings() | models.get(hf.model_type).transformer_fields(hf)
     fields |= dict(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         attention_softmax_in_fp32=True,
-        tensor_model_parallel_size=layout.tp_size,
+        tensor_model_parallel_size=sizes.tp,
+        pipeline_model_parallel_size=sizes.pp,
+        virtual_pipeline_model_parallel_size=sizes.vpp if sizes.vpp > 1 else None,
+        num_layers_in_first_pipeline_stage=sizes.first_stage_layers,
+        num_layers_in_last_pipeline_stage=sizes.last_stage_layers,
+        expert_model_parallel_size=sizes.ep,
+        expert_tensor_parallel_size=sizes.etp,
+        overlap_p2p_comm=sizes.vpp > 1,
+        batch_p2p_comm=sizes.vpp == 1,  # interleaved stages with batched sends give wrong gradients, without an error
         sequence_parallel=layout.sequence_parallel,
         calculate_per_token_loss=True,  # the loss is already a weighted sum with global weights: nothing may rescale it
         variable_seq_lengths=True,
@@ -127,26 +141,40 @@ def transformer_config(hf: PretrainedConfig, model: ModelConfig, layout: Layout,
     return TransformerConfig(**fields | overrides)
 
 
-def build(hf: PretrainedConfig, model: ModelConfig, layout: Layout) -> PackedGPTModel:
-    """The GPTModel of this rank, randomly initialised, on this rank's device.
+def build(hf: PretrainedConfig, model: ModelConfig, layout: Layout) -> torch.nn.Module:
+    """The model of this rank, randomly initialised, on this rank's device: a PackedGPTModel, or with several chunks on
+    each pipeline stage (VPP) a ModuleList of them. Collective where embeddings are tied over pipeline stages.
 
-    forward: input_ids and position_ids [1, N], packed_seq_params from `pack_sequences` -> logits [1, N, V_padded / tp].
+    A chunk's forward: input_ids and position_ids [1, N], packed_seq_params from `pack_sequences` -> logits
+    [1, N, V_padded / tp], or before the last stage hidden states [N, 1, H] (N / tp under sequence parallelism), which
+    the next chunk takes by `set_input_tensor`.
     """
-    check(hf, layout.tp_size, model.transformer_impl)
+    sizes = layout.sizes
+    check(hf, sizes, model.transformer_impl)
     use_te = model.transformer_impl == "te" or (
         model.transformer_impl == "auto" and device.HAS_CUDA and find_spec("transformer_engine") is not None
     )
     rotary = Rotary(hf)
     # YaRN scales cos and sin by a factor; with the whole head rotated, that is scaling the scores by its square.
     scale = rotary.attention_factor**2 / head_dim(hf) ** 0.5
-    config = transformer_config(hf, model, layout, softmax_scale=scale)
-    return PackedGPTModel(
-        config=config,
-        transformer_layer_spec=_block_spec(config, use_te),
-        vocab_size=padded_vocab_size(hf.vocab_size, layout.tp_size),
-        max_sequence_length=hf.max_position_embeddings,
-        parallel_output=True,
-        share_embeddings_and_output_weights=hf.tie_word_embeddings,
-        pg_collection=layout.groups,
-        rotary=rotary,
-    ).to(device.current())
+    config = transformer_config(hf, model, layout, softmax_scale=scale, moe_grouped_gemm=use_te)
+    pp_rank = layout.coordinates.pp
+    chunks = []
+    for chunk in range(sizes.vpp):
+        vp_stage = chunk if sizes.vpp > 1 else None
+        chunks.append(
+            PackedGPTModel(
+                config=config,
+                transformer_layer_spec=_block_spec(config, use_te, pp_rank, vp_stage),
+                vocab_size=padded_vocab_size(hf.vocab_size, sizes.tp),
+                max_sequence_length=hf.max_position_embeddings,
+                pre_process=(pp_rank, chunk) == (0, 0),
+                post_process=(pp_rank, chunk) == (sizes.pp - 1, sizes.vpp - 1),
+                parallel_output=True,
+                share_embeddings_and_output_weights=hf.tie_word_embeddings,
+                pg_collection=layout.groups,
+                vp_stage=vp_stage,
+                rotary=rotary,
+            )
+        )
+    return (torch.nn.ModuleList(chunks) if sizes.vpp > 1 else chunks[0]).to(device.current())

@@ -5,35 +5,52 @@ from importlib.util import find_spec
 from transformers import PretrainedConfig
 
 from megarl import models
+from megarl.parallel.coordinates import ParallelSizes
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
-def check(hf: PretrainedConfig, tensor_model_parallel_size: int, transformer_impl: str = "auto") -> None:
+def check(hf: PretrainedConfig, sizes: ParallelSizes, transformer_impl: str = "auto") -> None:
     """Refuse a model that cannot be built under this layout, before any process is started.
 
     Raises:
-        ValueError: unknown family; heads, KV heads or MLP not divisible by the tensor-parallel size; unknown RoPE type;
-            TransformerEngine asked for and not installed.
+        ValueError: unknown family; heads, KV heads or MLP not divisible by the tensor-parallel size, experts by the
+            expert-parallel size or their width by the expert-tensor-parallel size; layers that the pipeline's stages
+            cannot share; expert parallelism without experts; unknown RoPE type; TransformerEngine asked for and not
+            installed.
     """
-    models.get(hf.model_type).check(hf)
-    counts = dict(
-        num_attention_heads=hf.num_attention_heads,
-        num_key_value_heads=hf.num_key_value_heads,
-        intermediate_size=hf.intermediate_size,
-    )
-    for name, count in counts.items():
-        if count % tensor_model_parallel_size:
-            fitting = [str(n) for n in range(1, count + 1) if all(c % n == 0 for c in counts.values())]
-            raise ValueError(
-                f"parallel.tensor_model_parallel_size={tensor_model_parallel_size} does not divide the model's "
-                f"{name}={count}; sizes that fit this model: {', '.join(fitting)}"
-            )
+    family = models.get(hf.model_type)
+    family.check(hf)
+    fields = family.transformer_fields(hf)
+    by_tp = dict(num_attention_heads=hf.num_attention_heads, num_key_value_heads=hf.num_key_value_heads)
+    if not all(fields.get("moe_layer_freq", [0])):
+        by_tp["intermediate_size"] = hf.intermediate_size
+    _check_divides("parallel.tensor_model_parallel_size", sizes.tp, by_tp)
+    if "num_moe_experts" in fields:
+        _check_divides("expert_model_parallel_size", sizes.ep, dict(num_experts=hf.num_experts))
+        width = dict(moe_intermediate_size=hf.moe_intermediate_size)
+        _check_divides("expert_tensor_parallel_size", sizes.etp, width)
+    elif (sizes.ep, sizes.etp) != (1, 1):
+        raise ValueError(
+            f"expert_model_parallel_size={sizes.ep} and expert_tensor_parallel_size={sizes.etp}, but {hf.model_type} "
+            "has no experts; set both to 1"
+        )
+    sizes.stage_layers(hf.num_hidden_layers)
     rope_type = hf.rope_parameters["rope_type"]
     if rope_type not in ROPE_TYPES:
         raise ValueError(f"rope_type={rope_type!r} in config.json is not supported; supported: {', '.join(ROPE_TYPES)}")
     if transformer_impl == "te" and find_spec("transformer_engine") is None:
         raise ValueError("actor.model.transformer_impl=te, but transformer_engine is not installed; use local or auto")
+
+
+def _check_divides(key: str, size: int, counts: dict[str, int]) -> None:
+    for name, count in counts.items():
+        if count % size:
+            fitting = [str(n) for n in range(1, count + 1) if all(c % n == 0 for c in counts.values())]
+            raise ValueError(
+                f"{key}={size} does not divide the model's {name}={count}; sizes that fit this model: "
+                f"{', '.join(fitting)}"
+            )
 
 
 def check_engine(hf: PretrainedConfig, tensor_parallel_size: int, longest_sequence: int) -> None:

@@ -27,8 +27,6 @@ _TYPE_COMPARING_MODULES = {
     "megatron.core.optimizer.distrib_optimizer",
     "megatron.core.optimizer.clip_grads",
 }
-_RANDOM = "megatron.core.tensor_parallel.random"
-_DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 
 
 class _Stream:
@@ -198,6 +196,55 @@ def _treat_distributed_optimizer(module):
     module.DistributedOptimizer._set_main_param_and_optimizer_states = with_step
 
 
+def _treat_moe_utils(module):
+    """Megatron 0.16 asks whether this name is None, but defines it only where TransformerEngine is installed."""
+    if "te_general_gemm" not in vars(module):
+        module.te_general_gemm = None
+
+
+def _treat_token_dispatcher(module):
+    """Split sizes are numbers for gloo; the original makes them so only when they come from a GPU."""
+
+    def maybe_move_tensor_to_cpu(tensor, as_numpy=False, record_stream=False):
+        return tensor.numpy() if torch.is_tensor(tensor) and as_numpy else tensor
+
+    module.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+
+
+def _treat_mappings(module):
+    """gloo gathers and reduce-scatters equal parts only: parts of unequal length travel padded to the longest."""
+    even_gather, even_reduce_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
+
+    def padded(part, length):
+        return torch.cat([part, part.new_zeros(length - part.shape[0], *part.shape[1:])])
+
+    def gather(input_, group, output_split_sizes=None, use_global_buffer=False):
+        if output_split_sizes is None or group.size() == 1:
+            return even_gather(input_, group, None, use_global_buffer)
+        longest = max(output_split_sizes)
+        gathered = even_gather(padded(input_, longest), group, None, use_global_buffer).split(longest)
+        return torch.cat([part[:size] for part, size in zip(gathered, output_split_sizes, strict=True)])
+
+    def reduce_scatter(input_, group, input_split_sizes=None, use_global_buffer=False):
+        if input_split_sizes is None or group.size() == 1:
+            return even_reduce_scatter(input_, group, None, use_global_buffer)
+        longest = max(input_split_sizes)
+        parts = torch.cat([padded(part, longest) for part in input_.split(list(input_split_sizes))])
+        own = even_reduce_scatter(parts, group, None, use_global_buffer)
+        return own[: input_split_sizes[group.rank()]].contiguous()
+
+    module._gather_along_first_dim, module._reduce_scatter_along_first_dim = gather, reduce_scatter
+
+
+_TREATMENTS = {
+    "megatron.core.tensor_parallel.random": _treat_random,
+    "megatron.core.tensor_parallel.mappings": _treat_mappings,
+    "megatron.core.optimizer.distrib_optimizer": _treat_distributed_optimizer,
+    "megatron.core.transformer.moe.moe_utils": _treat_moe_utils,
+    "megatron.core.transformer.moe.token_dispatcher": _treat_token_dispatcher,
+}
+
+
 def _treat(module):
     if vars(module).get("torch") is not torch:
         return
@@ -205,10 +252,8 @@ def _treat(module):
     if module.__name__ in _TYPE_COMPARING_MODULES:
         for function in _functions_of(module):
             function.__code__ = _with_cpu_type_names(function.__code__)
-    if module.__name__ == _RANDOM:
-        _treat_random(module)
-    if module.__name__ == _DISTRIBUTED_OPTIMIZER:
-        _treat_distributed_optimizer(module)
+    if module.__name__ in _TREATMENTS:
+        _TREATMENTS[module.__name__](module)
 
 
 class _Hook(importlib.abc.MetaPathFinder):
