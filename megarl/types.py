@@ -52,6 +52,7 @@ class Rollout:
     scores: np.ndarray  # [n] float64, weighted sum over the reward functions
     rewards: dict[str, np.ndarray]  # each reward function's own score, [n] float64, and "<function>/<extra key>"
     texts: list[str]  # n, decoded without special tokens; for reward functions and tables only
+    events: dict[str, int] = field(default_factory=dict)  # "<function>/timeouts", ...: completions it failed on
 
 
 @dataclass(frozen=True)

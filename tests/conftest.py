@@ -12,7 +12,7 @@ import pytest
 
 from megarl.config.root import TrainConfig
 
-# Runs inside the rollout driver: the only place from which a test can look at that process's modules.
+# Runs inside a reward worker: the only place from which a test can look at that process's modules.
 SPY_REWARD = """
 import pathlib, sys
 

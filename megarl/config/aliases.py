@@ -23,6 +23,7 @@ PREFIXES = (
 TRAIN: dict[str, tuple[str, ...]] = {
     # verl
     "actor.clip_ratio": _CLIP,
+    "actor.clip_ratio_c": ("algorithm.clip_ratio_c",),
     "actor.clip_ratio_low": ("algorithm.clip_ratio_low",),
     "actor.clip_ratio_high": ("algorithm.clip_ratio_high",),
     "actor.entropy_coeff": ("algorithm.entropy_coeff",),
@@ -38,8 +39,11 @@ TRAIN: dict[str, tuple[str, ...]] = {
     "actor.optim.warmup_style": ("actor.optim.lr_scheduler_type",),
     "algorithm.adv_estimator": ("algorithm.name",),
     "algorithm.clip_ratio": _CLIP,
+    "algorithm.gemma": ("algorithm.gamma",),  # as misspelt in a guide
     "ref.log_prob_max_token_len_per_gpu": ("actor.log_prob_max_token_len_per_gpu",),
     "ref.model.path": ("ref.model_path",),
+    "reward_model.overlong_buffer.len": ("reward.overlong_buffer.len",),
+    "reward_model.overlong_buffer.penalty_factor": ("reward.overlong_buffer.penalty_factor",),
     "rollout.log_prob_max_token_len_per_gpu": ("actor.log_prob_max_token_len_per_gpu",),
     "rollout.prompt_length": ("data.max_prompt_length",),
     "rollout.response_length": ("data.max_response_length",),
@@ -47,20 +51,28 @@ TRAIN: dict[str, tuple[str, ...]] = {
     "trainer.total_training_steps": ("trainer.total_steps",),
     # TRL
     "adam_epsilon": ("actor.optim.eps",),
+    "beta": ("algorithm.beta",),
     "cliprange": _CLIP,
     "dataset_name": ("data.train_files",),
     "epsilon": _CLIP,
     "epsilon_high": ("algorithm.clip_ratio_high",),
     "eval_steps": ("trainer.test_freq",),
+    "gamma": ("algorithm.gamma",),
     "gradient_checkpointing": ("actor.model.enable_gradient_checkpointing",),
+    "kl_coef": ("algorithm.kl_ctrl.kl_coef",),
+    "lam": ("algorithm.lam",),
     "learning_rate": ("actor.optim.lr",),
+    "loss_type": ("algorithm.loss_type",),
     "lr_scheduler_type": ("actor.optim.lr_scheduler_type",),
     "max_completion_length": ("data.max_response_length",),
     "max_grad_norm": ("actor.optim.clip_grad",),
     "max_new_tokens": ("data.max_response_length",),
     "max_prompt_length": ("data.max_prompt_length",),
     "max_steps": ("trainer.total_steps",),
+    "missing_eos_penalty": ("reward.missing_eos_penalty",),
     "model_name_or_path": ("actor.model.path",),
+    "normalize_advantage": ("algorithm.normalize_advantage",),
+    "normalize_reward": ("algorithm.normalize_reward",),
     "num_generation": ("rollout.n",),  # as misspelt in a guide
     "num_generations": ("rollout.n",),
     "num_iterations": ("actor.ppo_epochs",),
@@ -68,16 +80,22 @@ TRAIN: dict[str, tuple[str, ...]] = {
     "output_dir": ("trainer.output_dir",),
     "overwrite_output_dir": ("trainer.overwrite_output_dir",),
     "response_length": ("data.max_response_length",),
+    "reward_clip_range": ("algorithm.reward_clip_range",),
     "reward_funcs": ("reward.functions",),
+    "rloo_k": ("rollout.n",),
     "run_name": ("trainer.experiment_name",),
     "save_steps": ("trainer.save_freq",),
     "seed": ("trainer.seed",),
     "shuffle_dataset": ("data.shuffle",),
+    "stop_token": ("reward.stop_token",),
+    "stop_token_id": ("reward.stop_token_id",),
     "temperature": ("rollout.temperature",),
+    "token_level_kl": ("algorithm.token_level_kl",),
     "vllm_gpu_memory_utilization": ("rollout.gpu_memory_utilization",),
     "vllm_tensor_parallel_size": ("rollout.tensor_model_parallel_size",),
     "warmup_steps": ("actor.optim.lr_warmup_steps",),
     "weight_decay": ("actor.optim.weight_decay",),
+    "whiten_rewards": ("algorithm.whiten_rewards",),
 }
 
 SFT: dict[str, tuple[str, ...]] = {
@@ -136,6 +154,8 @@ def resolve(spelling: str, root: type[Section]) -> tuple[str, ...]:
 
 
 def convert(spelling: str, value: Any) -> Any:
-    """The value in megarl's unit: verl's ppo_mini_batch_size counts prompts."""
+    """The value in megarl's words: verl's ppo_mini_batch_size counts prompts, and its PPO is named by its estimator."""
+    if spelling == "algorithm.adv_estimator" and value == "gae":
+        return "ppo"
     in_prompts = {prefix + "actor.ppo_mini_batch_size" for prefix, _ in PREFIXES}
     return InPrompts(value) if spelling in in_prompts else value

@@ -1,8 +1,8 @@
 """`rollout.*`: engines and how they sample. `reward.*`: what a completion is worth. `sync.*`: weights into engines."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import field_validator
+from pydantic import PositiveInt, field_validator, model_validator
 
 from megarl.config.base import Section, key
 
@@ -42,12 +42,54 @@ class RolloutConfig(Section):
 class RewardFunction(Section):
     name: str = key(..., "A file of megarl/rewards by its name, or path/to/file.py:function.")
     weight: float = key(1.0, "The score is the weighted sum over the functions.")
+    kwargs: dict[str, Any] = key({}, "Further arguments that the function is called with, by name.")
+    timeout_seconds: float | None = key(None, "Deadline of a call. Default: reward.timeout_seconds.", gt=0)
+    conversational: bool = key(
+        False, "Give completions as TRL does, [{role: assistant, content: text}] each, instead of texts."
+    )
+
+
+class OverlongBufferConfig(Section):
+    len: int = key(0, "Tokens below data.max_response_length over which the penalty grows; 0: no penalty.", ge=0)
+    penalty_factor: float = key(1.0, "The penalty of a completion of data.max_response_length tokens.", ge=0)
 
 
 class RewardConfig(Section):
     functions: list[RewardFunction] = key(
         ..., "Reward functions: a name, a list of names, or a list of {name, weight}.", min_length=1
     )
+    num_workers: int = key(2, "Processes that call reward functions; started when there is work for them.", gt=0)
+    timeout_seconds: float = key(
+        30.0, "Deadline of one call of a reward function; the worker that misses it is killed and replaced.", gt=0
+    )
+    on_error: Literal["default", "stop"] = key(
+        "default",
+        "When a function hangs, crashes, raises or returns no finite number: give that completion reward.default_score "
+        "and count it, or stop the run.",
+    )
+    default_score: float = key(0.0, "A function's score of a completion on which it failed.", allow_inf_nan=False)
+    max_consecutive_failures: int = key(
+        64, "Stop when a function has failed on so many completions in a row: then it is the function that fails.", gt=0
+    )
+    missing_eos_penalty: float = key(
+        0.0, "Subtracted from the score of a completion that no end-of-sequence (or stop) token ended.", ge=0
+    )
+    stop_token: Literal["eos"] | None = key(
+        None, "eos: cut completions after their first end-of-sequence token (engines do so anyway)."
+    )
+    stop_token_id: int | None = key(
+        None, "Cut completions after the first token with this id; it then ends them.", ge=0
+    )
+    overlong_buffer: OverlongBufferConfig = key(OverlongBufferConfig(), "DAPO's soft punishment of long completions.")
+
+    @model_validator(mode="after")
+    def _one_stop_token(self):
+        if self.stop_token is not None and self.stop_token_id is not None:
+            raise ValueError(
+                f"reward.stop_token={self.stop_token} and reward.stop_token_id={self.stop_token_id} are both set; "
+                "keep one"
+            )
+        return self
 
     @field_validator("functions", mode="before")
     @classmethod
@@ -58,6 +100,28 @@ class RewardConfig(Section):
 
 
 class SyncConfig(Section):
-    mode: Literal["gathered"] = key("gathered", "gathered: whole tensors, through rank 0, in buckets.")
+    mode: Literal["planned", "gathered"] = key(
+        "planned",
+        "planned: every engine worker gets its own boxes straight from the shards that hold them. gathered: whole "
+        "tensors through rank 0, in buckets (what TRL calls ds3_gather_for_generation); leaves identical engines.",
+    )
+    transport: Literal["auto", "gloo", "nccl", "shared_memory", "cuda_ipc"] = key(
+        "auto",
+        "Way to the engines. shared_memory and cuda_ipc: in memory, through the trainer rank beside the worker; gloo "
+        "and nccl: over the network. auto: gloo on the CPU, cuda_ipc on GPUs.",
+    )
+    fan_out: bool = key(True, "Engines laid out alike pass the weights on to each other; false: the trainer serves each.")
     bucket_size_mib: int = key(256, "Largest transfer at once; bounds the extra memory of a sync.", gt=0)
     port: int = key(0, "TCP port on which rank 0 meets the engine workers; 0 takes a free one.", ge=0, le=65535)
+    audit: Literal["every", "off"] | PositiveInt = key(
+        "every", "Compare checksums of all weights on both sides at every sync, at every so many (a number), or off."
+    )
+    parity_interval: int = key(
+        50, "Syncs between two parity checks: fixed prompts scored by trainer and engines; 0: only after starts.", ge=0
+    )
+    parity_budget: float | None = key(
+        None,
+        "Largest |difference of a token's log-prob| that a parity check lets pass. Default: 1e-3 in float32, 0.5 in "
+        "bfloat16.",
+        gt=0,
+    )

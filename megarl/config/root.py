@@ -85,6 +85,11 @@ class TrainConfig(Section):
                 f"actor.log_prob_max_token_len_per_gpu={self.actor.log_prob_max_token_len_per_gpu} is less than one "
                 f"sequence can hold ({self.max_sequence_length} tokens); raise it or shorten the sequences"
             )
+        if self.reward.overlong_buffer.len > self.data.max_response_length:
+            raise ValueError(
+                f"reward.overlong_buffer.len={self.reward.overlong_buffer.len} is more than "
+                f"data.max_response_length={self.data.max_response_length}: every completion would be punished"
+            )
         if self.rollout.record_dir and self.rollout.replay_dir:
             raise ValueError("rollout.record_dir and rollout.replay_dir are both set: record or replay, not both")
         return self

@@ -26,7 +26,7 @@ PromptSet = Mixture[Prompt]  # .files: list[list[Prompt]], .weights, .report
 PromptOrder = Order[Prompt]  # PromptOrder(prompt_set, seed, shuffle).take(n); .state() and .restore(state)
 
 # What a reward function is called with besides the dataset's columns.
-REWARD_ARGUMENTS = ("completions", "prompts", "finish_reason")
+REWARD_ARGUMENTS = ("completions", "completion_ids", "prompts", "finish_reason")
 
 
 def load_prompts(files: list[DataFile], config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:

@@ -1,6 +1,7 @@
 """Numbers about a step: where its time went, and what its rollouts look like."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -45,6 +46,7 @@ def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     Returns:
         objective/scores: mean score (the weighted sum over the reward functions).
         reward/<function>, reward/<function>/<extra key>: means of each function's own numbers.
+        reward/<function>/timeouts, crashes, errors, invalid: completions on which the function failed, how many.
         rollout/score_std_in_group: standard deviation over a prompt's completions (population), mean over prompts.
         rollout/zero_variance_groups: share of prompts whose completions all scored the same; they teach GRPO nothing.
         rollout/finished_share: share of completions that ended by themselves rather than at the length limit.
@@ -63,9 +65,13 @@ def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:
         f"reward/{name}": np.concatenate([r.rewards[name] for r in rollouts if name in r.rewards]).mean()
         for name in reward_names
     }
+    events = Counter()
+    for rollout in rollouts:
+        events.update(rollout.events)
     metrics = {
         "objective/scores": np.concatenate([r.scores for r in rollouts]).mean(),
         **rewards,
+        **{f"reward/{name}": count for name, count in events.items()},
         "rollout/score_std_in_group": np.mean([r.scores.std() for r in rollouts]),
         "rollout/zero_variance_groups": np.mean([np.ptp(r.scores) == 0 for r in rollouts]),
         "rollout/finished_share": np.mean([c.finish_reason == "stop" for c in completions]),

@@ -1,13 +1,18 @@
 """Reward functions, one file per rule: the function carries the file's name.
 
-A reward function is called with lists of equal length, one entry per completion:
+A reward function is called with lists of equal length, one entry per completion of one prompt:
 
     def reward(completions: list[str], prompts: list, ground_truth: list, **columns: list) -> list[float] | list[dict]
 
 `completions` are texts decoded without special tokens; `prompts` are messages or texts as the dataset has them;
 `columns` are `finish_reason` ("stop": an end-of-sequence token ended the completion; "length": it was cut off),
-`data_source`, and the dataset's other columns. It returns one score per completion, or one dict per completion with
-"score" and further numbers to report, such as "acc".
+`completion_ids` (token ids), `data_source`, and the dataset's other columns; a function without **columns gets those
+that it names. It returns one score per completion, or one dict per completion with "score" and further numbers to
+report, such as "acc". It may be `async`. One that scores completions by comparing them says so
+(`reward.compares_completions = True`): then it always sees all completions of a prompt, or none gets a score.
+
+Functions run in worker processes (rewards/workers.py). What they raise concerns the completions they were called with;
+CannotScore and MegarlError stop the run.
 """
 
 from __future__ import annotations
@@ -18,8 +23,14 @@ import pkgutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-from megarl.config.rollout import RewardFunction
+if TYPE_CHECKING:
+    from megarl.config.rollout import RewardFunction
+
+
+class CannotScore(ValueError):
+    """The dataset or the function's settings are wrong: no completion can be scored, so the run stops."""
 
 
 def get(spec: RewardFunction) -> Callable[..., list]:

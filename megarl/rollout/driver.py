@@ -23,18 +23,19 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from megarl import rewards
 from megarl.config.root import TrainConfig
 from megarl.data.prompts import PromptOrder, PromptSet, load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import MegarlError
+from megarl.rewards.scoring import Scorer
+from megarl.rewards.workers import RewardWorkers
 from megarl.rollout import replay
 from megarl.rollout.client import Sampling
 from megarl.rollout.engine import Engine, Placement, SocketFolder
 from megarl.rollout.frames import Reply, Request, decode, encode, frame, receive_async
 from megarl.rollout.interactions import single_turn
 from megarl.rollout.pool import EnginePool, together
-from megarl.rollout.sampler import Sampler, WeightedReward, derive_seed
+from megarl.rollout.sampler import Sampler, derive_seed
 from megarl.types import Completion, Prompt, Rollout
 
 _CLOSE_SECONDS = 20.0
@@ -47,6 +48,7 @@ class Driver:
 
     def __init__(self) -> None:
         self._pool: EnginePool | None = None
+        self._rewards: RewardWorkers | None = None
 
     async def start(
         self, notify: Notify, config: dict[str, Any], run_dir: str, gpu_ids: list[str] | None
@@ -63,13 +65,18 @@ class Driver:
         ]
         self._pool = EnginePool(engines, self._config.rollout)
         progress = lambda line: notify("progress", line)  # noqa: E731
-        await together([self._pool.start(progress), asyncio.to_thread(self._load, progress)])
+        self._rewards = RewardWorkers(self._config.reward)
+        work = [self._pool.start(progress), self._rewards.start(), asyncio.to_thread(self._load, progress)]
+        await together(work)
         return {"train": len(self._train), "val": len(self._val)}
 
     async def collect(self, notify: Notify, num_prompts: int, step: int) -> list[Rollout]:
         prompts = self._order.take(num_prompts)
         rollouts = await self._sampler.collect(
-            prompts, self._sampling(self._config.rollout.n), (self._seed, "train", step)
+            prompts,
+            self._sampling(self._config.rollout.n),
+            (self._seed, "train", step),
+            _first_of_each(lambda line: notify("progress", line)),
         )
         if self._config.rollout.record_dir is not None:
             await asyncio.to_thread(replay.record, Path(self._config.rollout.record_dir), step, rollouts)
@@ -84,8 +91,10 @@ class Driver:
             "sampled": self._sampling(settings.n, settings.temperature),
             "greedy": self._sampling(1, 0.0),
         }
+        on_failure = _first_of_each(lambda line: notify("progress", line))
         results = await together(
-            self._sampler.collect(self._val, sampling, (self._seed, "val")) for sampling in samplings.values()
+            self._sampler.collect(self._val, sampling, (self._seed, "val"), on_failure)
+            for sampling in samplings.values()
         )
         return dict(zip(samplings, results, strict=True))
 
@@ -97,19 +106,30 @@ class Driver:
             for place, ids in enumerate(prompts)
         )
 
+    async def score(self, notify: Notify, sequences: list[np.ndarray]) -> list[list[np.ndarray]]:
+        """From every engine the log-probs of the sequences' own tokens."""
+        return await together(
+            together(engine.client.score(ids) for ids in sequences) for engine in self._engines.engines
+        )
+
     async def init_weight_transfer(self, notify: Notify, init_infos: list[dict[str, Any]]) -> None:
         by_name = dict(zip((engine.name for engine in self._engines.engines), init_infos, strict=True))
         await self._engines.each(lambda engine: engine.client.init_weight_transfer(by_name[engine.name]))
 
-    async def sync(self, notify: Notify, version: int) -> None:
+    async def sync(self, notify: Notify, version: int, digests: list[str], audited: bool) -> None:
         """Every engine installs what the trainer sends; "started" goes out once all are about to receive."""
+        plans = dict(zip((engine.name for engine in self._engines.engines), digests, strict=True))
         started = {engine.name: asyncio.Event() for engine in self._engines.engines}
 
         async def announce() -> None:
             await together(event.wait() for event in started.values())
             notify("started", None)
 
-        update = self._engines.each(lambda engine: engine.client.update_weights(version, started[engine.name]))
+        def update_one(engine: Engine):
+            update_info = {"version": version, "digest": plans[engine.name], "audited": audited}
+            return engine.client.update_weights(update_info, started[engine.name])
+
+        update = self._engines.each(update_one)
         await together([announce(), update])
 
     async def sleep(self, notify: Notify) -> None:
@@ -119,6 +139,8 @@ class Driver:
         await self._engines.each(lambda engine: engine.client.wake_up())
 
     async def close(self) -> None:
+        if self._rewards is not None:
+            await self._rewards.close()
         if self._pool is not None:
             await self._pool.close()
 
@@ -136,9 +158,8 @@ class Driver:
         return Sampling(n=n, temperature=heat, max_tokens=self._config.data.max_response_length, seed=0)
 
     def _load(self, progress: Callable[[str], None]) -> None:
-        """Tokenizer, prompts and rewards; runs in a thread while the engines start."""
+        """Tokenizer and prompts; runs in a thread while engines and reward workers start."""
         config = self._config
-        functions = load_rewards(config)
         tokenizer = load_tokenizer(config.actor.model.path)
         self._train = load_prompts(config.data.train_files, config.data, tokenizer)
         held_out = (
@@ -152,21 +173,23 @@ class Driver:
         def texts(ids: list[np.ndarray]) -> list[str]:
             return tokenizer.batch_decode([one.tolist() for one in ids], skip_special_tokens=True)
 
-        self._sampler = Sampler(self._engines, single_turn.run, texts, functions)
+        stops = {config.reward.stop_token_id, tokenizer.eos_token_id if config.reward.stop_token == "eos" else None}
+        scorer = Scorer(config.reward, self._rewards, config.data.max_response_length)
+        self._sampler = Sampler(self._engines, single_turn.run, texts, scorer, stops - {None})
 
 
-def load_rewards(config: TrainConfig) -> list[WeightedReward]:
-    """The configured reward functions by the names they are reported under. ValueError when two share a name."""
-    functions = [
-        WeightedReward(rewards.label(spec), spec.weight, rewards.get(spec)) for spec in config.reward.functions
-    ]
-    names = [function.name for function in functions]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(
-                f"reward.functions names {name!r} twice; metrics go by that name, so rename one of the functions"
-            )
-    return functions
+def _first_of_each(tell: Callable[[str], None]) -> Callable[[str], None]:
+    """Tells the first failure of every reward function, and writes all to the log."""
+    told = set()
+
+    def on_failure(message: str) -> None:
+        print(message, file=sys.stderr)
+        function = message.partition(",")[0]
+        if function not in told:
+            told.add(function)
+            tell(message)
+
+    return on_failure
 
 
 async def serve(channel: socket.socket) -> None:

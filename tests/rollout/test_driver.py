@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from megarl.errors import MegarlError
-from megarl.rollout.driver import load_rewards
 from megarl.rollout.handle import RolloutDriver
 from megarl.rollout.replay import load
 from tests.rollout.processes import alive, descendants, naming, wait_until
@@ -49,7 +48,7 @@ def test_collect_groups_scores_and_stamps(driver, tiny_config):
         for completion, text in zip(rollout.completions, rollout.texts):
             assert completion.weight_version.tolist() == [0] * len(completion.token_ids)
             assert "<|" not in text and len(text) <= len(completion.token_ids)
-        assert not rollout.rewards["spy/megatron"].any()  # the driver process has not loaded Megatron-core
+        assert not rollout.rewards["spy/megatron"].any()  # reward workers do not load Megatron-core
 
 
 def test_the_same_prompt_twice_in_a_step_gets_other_completions(driver):
@@ -92,15 +91,14 @@ def test_recording(driver, record_dir):
     assert same(load(record_dir, 70), rollouts)
 
 
-def test_a_reward_that_raises_stops_the_step_with_its_name(driver, spy_fails):
-    with (
-        spy_fails,
-        pytest.raises(
-            ValueError, match=r"reward function 'spy', on prompt \d+ of data source 'sums' .* raised OSError: asked to"
-        ),
-    ):
-        driver.collect(2, step=3)
-    assert len(driver.collect(2, step=4)) == 2
+def test_a_reward_that_raises_is_counted_and_told(driver, spy_fails):
+    with spy_fails:
+        rollouts = driver.collect(2, step=3)
+    assert [rollout.events["spy/errors"] for rollout in rollouts] == [4, 4]
+    assert not any(rollout.rewards["spy"].any() for rollout in rollouts)
+    told = [line for line in driver.progress_lines if line.startswith("reward function 'spy'")]
+    assert len(told) == 1 and "of data source 'sums'" in told[0] and "raised OSError: asked to" in told[0]
+    assert not any(sum(rollout.events.values()) for rollout in driver.collect(2, step=4))
 
 
 @pytest.mark.parametrize(
@@ -108,6 +106,7 @@ def test_a_reward_that_raises_stops_the_step_with_its_name(driver, spy_fails):
     [
         ({"data": {"prompt_key": "question"}}, "has no question column"),
         ({"reward": {"functions": ["no_such_rule"]}}, "reward function 'no_such_rule' is unknown"),
+        ({"reward": {"functions": ["exact_match", "exact_match"]}}, "reward.functions names 'exact_match' twice"),
     ],
 )
 def test_bad_input_is_a_value_error_and_leaves_nothing(tiny_config, tmp_path, changes, message):
@@ -117,11 +116,6 @@ def test_bad_input_is_a_value_error_and_leaves_nothing(tiny_config, tmp_path, ch
         with pytest.raises(ValueError, match=message):
             driver.wait_until_ready(lambda line: None)
     assert not alive(tree) and not naming(str(tmp_path))
-
-
-def test_two_rewards_of_one_name(tiny_config):
-    with pytest.raises(ValueError, match="reward.functions names 'exact_match' twice"):
-        load_rewards(tiny_config({"reward": {"functions": ["exact_match", "exact_match"]}}))
 
 
 def test_rank_0_killed_while_engines_start(tiny_config, tmp_path):

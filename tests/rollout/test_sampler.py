@@ -1,77 +1,58 @@
-"""Scores from reward functions, and the errors of those."""
+"""Groups: seeds, truncation, and what reward functions said; with a worker but without an engine."""
+
+import asyncio
 
 import numpy as np
-import pytest
 
-from megarl.rollout.sampler import WeightedReward, derive_seed, score_group
-from megarl.types import Prompt
+from megarl.config.rollout import RewardConfig
+from megarl.rewards.scoring import Scorer
+from megarl.rewards.workers import RewardWorkers
+from megarl.rollout.client import Sampling
+from megarl.rollout.sampler import Sampler, derive_seed
+from megarl.types import Completion, Prompt
 
-PROMPT = Prompt(41, np.array([1], np.int32), [{"role": "user", "content": "q"}], "yes", "quiz", {"level": 5})
-TEXTS = ["yes", "no", "x" * 500]
-REASONS = ["stop", "stop", "length"]
+WORDS = ["", "a", "b", "fail", "."]
 
 
-def score(*rewards):
-    return score_group(
-        PROMPT, TEXTS, REASONS, [WeightedReward(name, weight, function) for name, weight, function in rewards]
+async def interaction(prompt, client, sampling):
+    """Completion j is the prompt's id, a stop token (4), and a 1 that is to be cut."""
+    ids = np.array([prompt.id, 4, 1], np.int32)
+    whole = Completion(ids, np.zeros(3, np.float32), "length", np.ones(3, np.uint8), np.zeros(3, np.int32))
+    return [whole] * sampling.n
+
+
+def collect(tmp_path, ids):
+    (tmp_path / "mine.py").write_text(
+        "def known(completions):\n"
+        "    assert 'fail.' not in completions, 'asked to'\n"
+        "    return [{'score': 1.0, 'letters': len(text)} for text in completions]\n"
     )
+    config = RewardConfig(functions=[f"{tmp_path}/mine.py:known"], num_workers=1)
+    prompts = [Prompt(place, np.array([0], np.int32), "q") for place in ids]
+    failures = []
+
+    async def work():
+        workers = RewardWorkers(config)
+        try:
+            await workers.start()
+            texts = lambda rows: ["".join(WORDS[i] for i in row) for row in rows]  # noqa: E731
+            sampler = Sampler(None, interaction, texts, Scorer(config, workers, 3), {4})
+            return await sampler.collect(prompts, Sampling(2, 1.0, 3, 0), (0, "train", 1), failures.append)
+        finally:
+            await workers.close()
+
+    return asyncio.run(work()), failures
 
 
-def failing(function):
-    with pytest.raises(ValueError) as caught:
-        score(("mine", 1.0, function))
-    return str(caught.value)
-
-
-def test_scores_are_weighted_sums_and_extras_keep_their_names():
-    def rule(completions, prompts, ground_truth, finish_reason, data_source, level):
-        assert (
-            prompts == [PROMPT.messages] * 3
-            and finish_reason == REASONS
-            and data_source == ["quiz"] * 3
-            and level == [5] * 3
-        )
-        return [{"score": float(text == truth), "length": len(text)} for text, truth in zip(completions, ground_truth)]
-
-    total, parts = score(("rule", 0.9, rule), ("constant", -2.0, lambda completions, **columns: np.float32([1, 2, 3])))
-    np.testing.assert_allclose(total, [0.9 - 2, -4, -6])
-    assert parts.keys() == {"rule", "rule/length", "constant"}
-    np.testing.assert_array_equal(parts["rule/length"], [3, 2, 500])
-    assert all(part.dtype == np.float64 for part in [total, *parts.values()])
-
-
-def test_a_function_that_raises_is_told_with_its_sample():
-    def divides(completions, **columns):
-        return [1 / (text != "no") for text in completions]
-
-    message = failing(divides)
-    assert message == (
-        "reward function 'mine', on prompt 41 of data source 'quiz' with completion 'no', "
-        "raised ZeroDivisionError: division by zero"
-    )
-
-
-def test_long_completions_are_shortened():
-    message = failing(lambda completions, **columns: [float("nan") if len(text) > 100 else 0.0 for text in completions])
-    assert "x" * 120 + "..." in message and "x" * 121 not in message
-    assert message.endswith("returned score=nan, which is not a finite number")
-
-
-def test_wrong_values():
-    assert "returned 2 values for 3 completions" in failing(lambda completions, **columns: [0.0, 1.0])
-    assert "returned score='1', which is not a finite number" in failing(lambda completions, **columns: ["1"] * 3)
-    assert "returned score=None" in failing(lambda completions, **columns: [0.0, None, 0.0])
-    assert "same keys, 'score' among them" in failing(lambda completions, **columns: [{"acc": 1.0}] * 3)
-    mixed = [{"score": 1.0, "acc": 1.0}, {"score": 1.0}, 0.0]
-    assert "with completion 'no', returned a dict with the keys ['score']" in failing(
-        lambda completions, **columns: mixed
-    )
-    assert "with completion 'no', returned acc=inf" in failing(
-        lambda completions, **columns: [
-            {"score": 0.0, "acc": float("inf") if text == "no" else 0.0} for text in completions
-        ]
-    )
-    assert "raised TypeError" in failing(lambda completions: [0.0] * 3)
+def test_truncated_completions_are_scored_and_failures_told(tmp_path):
+    rollouts, failures = collect(tmp_path, [3, 1])
+    assert [rollout.texts for rollout in rollouts] == [["fail."] * 2, ["a."] * 2]
+    assert all(c.token_ids[-1] == 4 and c.finish_reason == "stop" for r in rollouts for c in r.completions)
+    assert rollouts[0].scores.tolist() == [0, 0] and rollouts[1].scores.tolist() == [1, 1]
+    assert rollouts[0].rewards["known/letters"].tolist() == [0, 0]  # of which nothing is known
+    assert rollouts[1].rewards["known/letters"].tolist() == [2, 2]
+    assert rollouts[0].events["known/errors"] == 2 and not any(rollouts[1].events.values())
+    assert len(failures) == 2 and "'fail.', raised AssertionError: asked to" in failures[0]
 
 
 def test_seeds_depend_on_every_part_and_leave_room_for_n():
