@@ -3,11 +3,14 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import random as mcore_random
 
 from megarl.parallel import device
+from tests.parallel_utils import run_ranks
 
 pytestmark = pytest.mark.skipif(device.HAS_CUDA, reason="the shim is installed only where there is no CUDA")
 
@@ -55,6 +58,32 @@ def test_random_states_are_named_separate_and_restored():
     assert not torch.equal(first, second), "the named state has to move on between forks"
     torch.manual_seed(1)
     assert torch.equal(torch.rand(3), first)
+
+
+def _uneven() -> dict[str, list]:
+    from megatron.core.tensor_parallel import mappings
+
+    rank, sizes = dist.get_rank(), [1, 3, 0]
+    own = torch.full((sizes[rank], 2), float(rank + 1))
+    gathered = mappings.gather_from_sequence_parallel_region(own, group=dist.group.WORLD, output_split_sizes=sizes)
+    terms = torch.arange(8.0).view(4, 2) * (rank + 1)
+    summed = mappings.reduce_scatter_to_sequence_parallel_region(terms, group=dist.group.WORLD, input_split_sizes=sizes)
+    return dict(gathered=gathered[:, 0].tolist(), summed=summed.flatten().tolist())
+
+
+def test_uneven_parts_are_gathered_and_reduce_scattered():
+    """Experts that got unlike numbers of tokens; one got none."""
+    ranks = run_ranks(_uneven, 3)
+    assert all(rank["gathered"] == [1.0, 2.0, 2.0, 2.0] for rank in ranks)
+    assert [rank["summed"] for rank in ranks] == [[0.0, 6.0], [12.0, 18.0, 24.0, 30.0, 36.0, 42.0], []]
+
+
+def test_split_sizes_of_a_dispatch_are_numbers():
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    assert isinstance(token_dispatcher.maybe_move_tensor_to_cpu(torch.tensor([1, 2]), as_numpy=True), np.ndarray)
+    assert torch.is_tensor(token_dispatcher.maybe_move_tensor_to_cpu(torch.tensor([1, 2])))
+    assert moe_utils.te_general_gemm is None
 
 
 @pytest.mark.parametrize("megatron_first", [True, False])
