@@ -9,7 +9,7 @@ from megarl.observability.metrics import Phases
 from megarl.observability.report import Reporter
 from megarl.parallel import device
 from megarl.parallel import layout as layouts
-from megarl.resharding.gathered import GatheredBridge
+from megarl.resharding.bridge import Bridge
 from megarl.rollout.start import start_driver
 from megarl.training import distribute as distribution
 from megarl.training.policy import Policy
@@ -34,7 +34,7 @@ def train(config: TrainConfig, quiet: bool = False) -> None:
             config.actor.model, layout, config.rollout.temperature, config.actor.optim, config.optimizer_steps
         )
         reference = load_reference(config, algorithm, layout)
-        bridge = GatheredBridge(actor.sharded, layout, config.sync, driver)
+        bridge = Bridge(actor.sharded, layout, config.sync, driver)
         driver.wait_until_ready(report.note)
         bridge.connect()
         bridge.sync(version=0)  # the engines then hold the trainer's bytes, whatever dtype the files had

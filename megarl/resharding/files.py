@@ -1,9 +1,9 @@
-"""Load (files -> Megatron ranks, each reading only its own bytes) and export (Megatron ranks -> safetensors files)."""
+"""Load (files -> Megatron ranks), export (Megatron ranks -> files) and convert (Megatron -> Megatron): plans, all three."""
 
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -13,33 +13,35 @@ from safetensors.torch import save_file
 from megarl import models
 from megarl.models import hf_files
 from megarl.models.weights import Vocabulary
+from megarl.parallel import device
 from megarl.parallel.layout import Layout
+from megarl.resharding import transport
 from megarl.resharding.gathered import gather
 from megarl.resharding.megatron_layout import ShardedModel, checkpoint_names
-from megarl.resharding.pieces import buckets, unpack
+from megarl.resharding.pieces import Holding, TensorMeta, buckets, unpack
+from megarl.resharding.plan import Sources, make_plan, whole
 
 SHARD_BYTES = 4 << 30
+FILES = -1  # the source of a load: not a rank
+# Saved by some, computed or copied by all: not weights of their own.
+_DERIVED = (".rotary_emb.inv_freq", ".attn.masked_bias")
 
 
 def load(model: torch.nn.Module, path: str, layout: Layout) -> ShardedModel:
     """Fill a freshly built model from a Hugging Face checkpoint; no rank reads a byte that it does not hold.
 
     Raises:
-        ValueError: a tensor is missing or has another shape than config.json says.
+        ValueError: a tensor is missing, has no place in the model, or has another shape than config.json says.
     """
     hf = hf_files.load_config(path)
     checkpoint = hf_files.Checkpoint(path)
     table = models.get(hf.model_type).weight_table(hf)
-    missing = [name for name in checkpoint_names(table) if name not in checkpoint.names]
-    if missing:
-        raise ValueError(
-            f"model folder {path} lacks {len(missing)} of the tensors that its config.json asks for: "
-            f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
-        )
+    names = checkpoint_names(table)
+    _check_names(names, checkpoint.names, hf, path)
     sharded = ShardedModel(
         layout=layout,
         table=table,
-        checkpoint_shapes={name: checkpoint.shape(name) for name in checkpoint_names(table)},
+        checkpoint_shapes={name: checkpoint.shape(name) for name in names},
         tensors=dict(model.named_parameters()),
     )
     sharded.check_covered()
@@ -49,9 +51,51 @@ def load(model: torch.nn.Module, path: str, layout: Layout) -> ShardedModel:
     for name in sharded.padded:
         # Rows past the vocabulary are in no softmax; weight decay must see zeros there.
         sharded.tensors[name].detach().zero_()
-    for piece in sharded.pieces:
-        piece.view(sharded.tensors[piece.tensor]).copy_(checkpoint.read(piece.name, piece.box))
+    on_disk = Holding((FILES,), [whole(meta.name, meta.shape) for meta in sharded.metas])
+    metas = {meta.name: meta for meta in sharded.metas}
+    for transfer in make_plan(Sources([on_disk]), [Holding((layout.rank,), sharded.pieces)], metas):
+        take = transfer.take
+        take.view(sharded.tensors[take.tensor]).copy_(checkpoint.read(take.name, take.box))
     return sharded
+
+
+def _check_names(wanted: list[str], held: set[str], hf, path: str) -> None:
+    missing = [name for name in wanted if name not in held]
+    if missing:
+        raise ValueError(
+            f"model folder {path} lacks {len(missing)} of the tensors that its config.json asks for: {_first(missing)}"
+        )
+    spare = {"lm_head.weight"} if hf.tie_word_embeddings else set()  # a saved copy of the embedding
+    extra = sorted(name for name in held - set(wanted) - spare if not name.endswith(_DERIVED))
+    if extra:
+        raise ValueError(
+            f"model folder {path} has {len(extra)} tensors that a {hf.model_type} of its config.json does not have: "
+            f"{_first(extra)}. They would be lost; is config.json that of another model?"
+        )
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def convert(source: ShardedModel, destination: ShardedModel, bucket_bytes: int = 256 << 20) -> None:
+    """Copy a model's weights into one of another layout over the same ranks; no file, no whole tensor. Collective.
+
+    Peak extra memory: one bucket for what a rank sends and one for what it receives.
+
+    Raises:
+        ValueError: the two are not of the same checkpoint shapes.
+    """
+    if source.checkpoint_shapes != destination.checkpoint_shapes:
+        different = dict(source.checkpoint_shapes.items() ^ destination.checkpoint_shapes.items())
+        raise ValueError(f"the two models differ in {len(different)} checkpoint tensors: {_first(sorted(different))}")
+    metas = {meta.name: meta for meta in destination.metas}
+    plan = make_plan(Sources(source.holdings), destination.holdings, metas, bucket_bytes)
+    for name in destination.padded:
+        destination.tensors[name].detach().zero_()
+    transport.exchange_among_ranks(
+        plan, source.layout.rank, source.tensors, destination.tensors, metas, device.current()
+    )
 
 
 def _check_vocabulary(shape: tuple[int, ...], hf, name: str, path: str) -> None:
@@ -66,7 +110,9 @@ def _check_vocabulary(shape: tuple[int, ...], hf, name: str, path: str) -> None:
 def export(
     sharded: ShardedModel, source: str, folder: Path, on_progress: Callable[[str], None] = lambda line: None
 ) -> None:
-    """Write a checkpoint that `transformers` loads. Collective; rank 0 writes, one shard of at most 4 GiB in memory.
+    """Write a checkpoint that `transformers` loads. Collective; the ranks of the first node write in turns.
+
+    Extra memory of a writer: one shard, at most 4 GiB (a larger tensor is a shard of its own).
 
     The folder appears only when it is whole: it is written beside its place and renamed at the end.
 
@@ -74,7 +120,7 @@ def export(
         sharded: the model.
         source: the checkpoint it was loaded from, for config.json and the tokenizer.
         folder: where to; an existing folder is replaced.
-        on_progress: called on rank 0 with a line for each shard of a model that has several.
+        on_progress: called on rank 0 with a line for each shard.
     """
     shards = buckets(sharded.metas, SHARD_BYTES)
     names = (
@@ -86,11 +132,15 @@ def export(
     if sharded.layout.is_first:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    for name, (shard, flat) in zip(names, gather(sharded, shards), strict=True):
+    dist.barrier()
+    writers = transport.ranks_per_node(sharded.layout.world_size)
+    owners = [i % writers for i in range(len(shards))]
+    for name, (shard, flat) in zip(names, gather(sharded, shards, owners), strict=True):
         if sharded.layout.is_first:
             on_progress(f"writing {folder.name}/{name}")
-            tensors = {key: value.cpu() for key, value in unpack(shard, flat).items()}
-            save_file(tensors, partial / name, metadata={"format": "pt"})
+        if flat is not None:
+            _write(partial / name, shard, flat)
+    dist.barrier()
     if sharded.layout.is_first:
         if len(shards) > 1:
             weight_map = {meta.name: name for name, shard in zip(names, shards, strict=True) for meta in shard}
@@ -101,3 +151,8 @@ def export(
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
     dist.barrier()
+
+
+def _write(file: Path, shard: list[TensorMeta], flat: torch.Tensor) -> None:
+    tensors: Mapping[str, torch.Tensor] = {key: value.cpu() for key, value in unpack(shard, flat).items()}
+    save_file(tensors, file, metadata={"format": "pt"})

@@ -283,33 +283,37 @@ class ShardedModel:
     def check_covered(self) -> None:
         """Every element of every tensor, local or of the checkpoint, is in as many pieces as it should be.
 
-        A local element is in one piece, if it is padding in none; a checkpoint's is in the pieces of `sources` once.
+        A local element is in one piece, or in none if it is padding; a checkpoint's is in `sources` once.
 
         Raises:
-            ValueError: the checkpoint's shapes do not make up this model (config.json and safetensors disagree).
+            ValueError: the checkpoint's shapes do not make up this model (config.json and safetensors disagree), on
+                every rank that has a part in such a tensor.
         """
+        problem = "the checkpoint's tensors do not fit its config.json:"
+        scalars = [name for name, shape in self.checkpoint_shapes.items() if not shape]
+        if scalars:
+            raise ValueError(f"{problem} {scalars[0]} has no dimension")
         covered = Counter()
         for piece in self.pieces:
-            covered[piece.tensor] += piece.numel
+            sizes, place = piece.sizes, self.tensors[piece.tensor].shape
+            covered[piece.tensor] += piece.numel if len(sizes) == len(place) and sizes[1:] == place[1:] else 0
         for name, tensor in self.tensors.items():
             fits = covered[name] <= tensor.numel() if name in self.padded else covered[name] == tensor.numel()
             if not fits:
                 from_checkpoint = {p.name: self.checkpoint_shapes[p.name] for p in self.pieces if p.tensor == name}
                 raise ValueError(
-                    f"the checkpoint's tensors do not fit its config.json: {from_checkpoint or 'nothing'} give "
-                    f"{covered[name]} of the {tensor.numel()} elements of {name} on rank {self.layout.rank}"
+                    f"{problem} {from_checkpoint or 'nothing'} give {covered[name]} of the {tensor.numel()} elements "
+                    f"of {name} on rank {self.layout.rank}"
                 )
         used = Counter()
         for piece in (p for own in self.sources.values() for p in own):
             shape = self.checkpoint_shapes[piece.name]
-            inside = len(shape) == len(piece.box) and all(
-                stop <= size for (_, stop), size in zip(piece.box, shape, strict=True)
-            )
+            inside = len(shape) == len(piece.box) and all(b[1] <= n for b, n in zip(piece.box, shape, strict=True))
             used[piece.name] += piece.numel if inside else 0
         for name in checkpoint_names(self.table):
             shape = self.checkpoint_shapes[name]
             if used[name] != prod(shape):
                 raise ValueError(
-                    f"the checkpoint's tensors do not fit its config.json: {name} has the shape {list(shape)}, and "
-                    f"{used[name]} of {prod(shape)} elements have a place in the model"
+                    f"{problem} {name} has the shape {list(shape)}, and {used[name]} of its {prod(shape)} elements "
+                    "have a place in the model"
                 )

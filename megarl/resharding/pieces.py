@@ -5,6 +5,7 @@ two layouts, files included, meet in the same coordinates. This file imports tor
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -58,9 +59,17 @@ class TensorMeta:
     shape: tuple[int, ...]
     dtype: str  # "float32", "bfloat16"
 
+    @cached_property
+    def itemsize(self) -> int:
+        return getattr(torch, self.dtype).itemsize
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * getattr(torch, self.dtype).itemsize
+        return self.numel * self.itemsize
 
 
 def buckets(metas: list[TensorMeta], limit_bytes: int) -> list[list[TensorMeta]]:

@@ -51,6 +51,18 @@ class _Completions(msgspec.Struct):
     choices: list[_Choice]
 
 
+class _Token(msgspec.Struct):
+    logprob: float
+
+
+class _Scored(msgspec.Struct):
+    prompt_logprobs: list[dict[str, _Token] | None]  # None for the first token
+
+
+class _Scores(msgspec.Struct):
+    choices: list[_Scored]
+
+
 class EngineClient:
     """Talks to one engine; knows how many completions it owes and which weights it holds.
 
@@ -112,11 +124,34 @@ class EngineClient:
         """Give the workers what they need to join the trainer's transfer group; returns once they have."""
         await self._post("/init_weight_transfer_engine", {"init_info": init_info})
 
-    async def update_weights(self, version: int, started: asyncio.Event) -> None:
+    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+        """[T - 1] float32: log p(token i | the tokens before it) for i = 1.., at temperature 1."""
+        body = {
+            "model": MODEL_NAME,
+            "prompt": token_ids.tolist(),
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": 0,
+        }
+        await self._enter(1)
+        try:
+            answer = await self._post("/v1/completions", body, timeout=self._timeout)
+        finally:
+            await self._leave(1)
+        (choice,) = msgspec.json.decode(answer, type=_Scores).choices
+        own = [places[str(token)].logprob for places, token in zip(choice.prompt_logprobs[1:], token_ids[1:].tolist())]
+        return np.array(own, np.float32)
+
+    async def update_weights(self, update_info: dict[str, Any], started: asyncio.Event) -> None:
         """Install the weights that the trainer sends meanwhile; completions asked for from now on come from them.
 
-        Waits for the requests under way; `started` is set when the engine's workers are about to receive.
+        Waits for the requests under way; `started` is set when the engine's workers are about to receive. When it
+        fails, the engine stays paused: what it holds then is no version.
+
+        Args:
+            update_info: {"version", "digest" of the plan, "audited"}, for the workers.
         """
+        version = update_info["version"]
         self._updating = True
         try:
             async with self._changed:
@@ -124,7 +159,7 @@ class EngineClient:
             await self._post("/pause", params={"mode": "wait"})
             await self._post("/start_weight_update")
             started.set()
-            await self._post("/update_weights", {"update_info": {"version": version}})
+            await self._post("/update_weights", {"update_info": update_info})
             await self._post("/finish_weight_update", {"weight_version": str(version)})
             await self._reset_prefix_cache()
             await self._post("/resume")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -46,6 +47,10 @@ class Pending:
     def wait_until_started(self) -> None:
         """For a sync: every engine is about to receive. Raises here, before the first collective, if one is dead."""
         self._driver._wait(self._id, until="started")
+
+    def raise_if_failed(self) -> None:
+        """Raise what went wrong, if anything has by now; never waits."""
+        self._driver._look(self._id)
 
     def result(self) -> Any:
         return decode(self._driver._wait(self._id), self._type)
@@ -137,9 +142,18 @@ class RolloutDriver:
         """Give engine i's workers `init_infos[i]`; they join the transfer group while the result is pending."""
         return self._request("init_weight_transfer", None, init_infos=init_infos)
 
-    def begin_sync(self, version: int) -> Pending:
-        """Let every engine receive weights. The result is there when all sample with them."""
-        return self._request("sync", None, version=version)
+    def begin_sync(self, version: int, digests: list[str], audited: bool) -> Pending:
+        """Let every engine receive weights. The result is there when all sample with them.
+
+        Args:
+            digests: of each engine's plan, which its workers compare with theirs.
+            audited: whether workers report what they hold and wait for a verdict.
+        """
+        return self._request("sync", None, version=version, digests=digests, audited=audited)
+
+    def score(self, sequences: list[np.ndarray]) -> list[list[np.ndarray]]:
+        """[engine][sequence] -> [T - 1] float32, the engine's log-probs of the sequence's own tokens ([T] int32)."""
+        return self._request("score", list[list[np.ndarray]], sequences=sequences).result()
 
     def sleep(self) -> None:
         """Engines give their GPU memory to the trainer, where `rollout.free_cache_engine` asks for it."""
@@ -190,6 +204,12 @@ class RolloutDriver:
         if reply.kind in _ERRORS:
             raise _ERRORS[reply.kind](decode(reply.value, str))
         return reply.value
+
+    def _look(self, request_id: int) -> None:
+        while select.select([self._channel], [], [], 0)[0]:
+            self._receive()
+        if any(reply.kind in _ERRORS for reply in self._replies[request_id]):
+            self._wait(request_id)
 
     def _receive(self) -> None:
         try:

@@ -12,7 +12,7 @@ from megarl.data.arithmetic import build_tokenizer
 from megarl.data.batch import from_rollouts
 from megarl.parallel import layout as layouts
 from megarl.resharding import files
-from megarl.resharding.gathered import GatheredBridge
+from megarl.resharding.bridge import Bridge
 from megarl.rollout.start import start_driver
 from megarl.training.policy import Policy
 from megarl.types import Prompt, Rollout
@@ -104,7 +104,7 @@ def _sync_and_export(config, new_weights: str, exported: str, run_dir: str):
         policy = Policy(config.actor.model.model_copy(update={"path": new_weights}), layout)
         driver.wait_until_ready(print)
         before = _greedy(driver) if layout.is_first else None
-        bridge = GatheredBridge(policy.sharded, layout, SyncConfig(bucket_size_mib=1), driver)
+        bridge = Bridge(policy.sharded, layout, SyncConfig(bucket_size_mib=1), driver)
         bridge.connect()
         bridge.sync(version=1)
         after = _greedy(driver) if layout.is_first else None
@@ -112,7 +112,7 @@ def _sync_and_export(config, new_weights: str, exported: str, run_dir: str):
         files.export(policy.sharded, new_weights, Path(exported))
         bridge.sync(version=2)  # a second one installs over the first
         again = _greedy(driver) if layout.is_first else None
-    return dict(before=before, after=after, again=again, gap=gap, buckets=len(bridge.buckets))
+    return dict(before=before, after=after, again=again, gap=gap, buckets=len(bridge.replicas[0].plan.rounds))
 
 
 def _fresh_engine(config, run_dir: Path) -> list[list[int]]:
