@@ -11,7 +11,9 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from megarl import models
 from megarl.models.weights import Copy, Experts, GateUp, Vocabulary, WeightTable
 from megarl.parallel.coordinates import ParallelSizes
+from megarl.parallel.layout import Layout
 from megarl.resharding import megatron_layout
+from megarl.resharding.megatron_layout import pieces_of
 from megarl.resharding.pieces import TensorMeta, buckets, unpack
 
 CONFIGS = {"qwen2": Qwen2Config, "llama": LlamaConfig, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}
@@ -140,7 +142,7 @@ def test_pieces_cover_everything_once(data):
     for rank in range(world_size):
         local = _local_shapes(config, sizes, rank)
         touched = {name: torch.zeros(shape) for name, shape in local.items()}
-        pieces = megatron_layout.pieces_of(table, shapes, sizes, rank, "local")
+        pieces = pieces_of(table, shapes, sizes, rank, "local")
         assert pieces == [p for holding in holdings if rank in holding.ranks for p in holding.pieces]
         for piece in pieces:
             piece.view(touched[piece.tensor]).add_(1)
@@ -159,7 +161,7 @@ def test_fused_qkv_lies_group_by_group():
     table, sizes = models.get("llama").weight_table(config), ParallelSizes(1)
     name = "decoder.layers.0.self_attention.linear_qkv.weight"
     fused = torch.zeros(_local_shapes(config, sizes, 0)[name])
-    for piece in megatron_layout.pieces_of(table, shapes, sizes, 0, "local"):
+    for piece in pieces_of(table, shapes, sizes, 0, "local"):
         if piece.tensor == name:
             base = {"q": 0, "k": 10, "v": 20}[piece.name.split(".")[-2][0]]
             rows = torch.arange(*piece.box[0])[:, None].float() + base
@@ -176,7 +178,7 @@ def test_an_expert_shard_lies_where_megatron_has_it():
         ("local", "local_experts.1.linear_fc1.weight", "local_experts.1.linear_fc2.weight"),
         ("te", "linear_fc1.weight1", "linear_fc2.weight1"),
     ):
-        pieces = megatron_layout.pieces_of(table, shapes, ParallelSizes(4, ep=2, etp=2), 3, spelling)
+        pieces = pieces_of(table, shapes, ParallelSizes(4, ep=2, etp=2), 3, spelling)
         of_expert = {p.name: p[1:] for p in pieces if p.name.startswith("model.layers.1.mlp.experts.3.")}
         assert of_expert == {
             "model.layers.1.mlp.experts.3.gate_proj.weight": (
@@ -215,6 +217,57 @@ def test_transformer_engine_spelling_is_found_on_every_stage():
         assert megatron_layout.find_spelling(table, sizes, rank, names) == "te"
     with pytest.raises(AssertionError, match="neither spelling"):
         megatron_layout.find_spelling(table, sizes, 0, {"decoder.layers.0.mlp.router.weight"})
+
+
+def _sharded(config, shapes, sizes, rank):
+    tensors = {name: torch.empty(shape) for name, shape in _local_shapes(config, sizes, rank).items()}
+    table = models.get(config.model_type).weight_table(config)
+    return megatron_layout.ShardedModel(Layout(rank, sizes, False, None), table, shapes, tensors)
+
+
+def test_every_box_has_one_source():
+    """Over all ranks, data-parallel copies and tied copies aside, the whole checkpoint once."""
+    moe = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=4, mlp_only_layers=[0])
+    config, shapes = _model("qwen3_moe", 4, 2, 2, 2, 2, 4, 5, True, **moe)
+    sizes = ParallelSizes(16, tp=2, pp=2, vpp=2, ep=2, etp=2)
+    written = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    found = _sharded(config, shapes, sizes, 3).sources
+    for piece in (p for pieces in found.values() for p in pieces):
+        piece.of(written[piece.name]).add_(1)
+    assert all(torch.equal(count, torch.ones_like(count)) for count in written.values())
+    assert found == _sharded(config, shapes, sizes, 12).sources  # what each rank finds on its own
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.layers.1.self_attn.q_proj.weight", (9, 4)),
+        ("model.layers.2.self_attn.k_proj.weight", (5, 4)),
+        ("model.layers.2.self_attn.k_proj.weight", (4, 5)),
+        ("model.layers.1.self_attn.v_proj.weight", (3, 4)),
+        ("model.layers.1.mlp.up_proj.weight", (5, 4)),
+        ("model.layers.3.mlp.experts.3.up_proj.weight", (4, 3)),
+        ("model.layers.3.mlp.experts.3.down_proj.weight", (4, 8)),
+        ("model.layers.0.self_attn.q_norm.weight", (3,)),
+        ("model.layers.0.mlp.gate.weight", (4, 4, 1)),
+        ("model.layers.0.mlp.gate.weight", (16,)),
+        ("model.layers.0.self_attn.o_proj.weight", (8, 4)),
+        ("model.layers.1.mlp.down_proj.weight", (2, 8)),
+        ("model.norm.weight", ()),
+        ("model.norm.weight", (5,)),
+    ],
+)
+def test_a_misshapen_tensor_is_refused(name, shape):
+    moe = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=4, mlp_only_layers=[1])
+    config, shapes = _model("qwen3_moe", 4, 2, 2, 2, 4, 4, 5, False, **moe)
+    sizes = ParallelSizes(4, tp=2, pp=2, ep=2)
+    for rank in range(4):
+        _sharded(config, shapes, sizes, rank).check_covered()
+    table = models.get("qwen3_moe").weight_table(config)
+    concerned = [r for r in range(4) if any(name == p.name for p in pieces_of(table, shapes, sizes, r, "local"))]
+    for rank in concerned:
+        with pytest.raises(ValueError, match=f"do not fit its config.json: .*{name}"):
+            _sharded(config, shapes | {name: shape}, sizes, rank).check_covered()
 
 
 def test_the_table_can_say_what_deepseek_v3_needs():
