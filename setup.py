@@ -29,6 +29,7 @@ setup(
         "rich>=13.9",
         "msgspec>=0.19",
         "aiohttp>=3.10",
+        "math-verify>=0.9,<1",  # rewards/math_answer.py; needs sympy, which torch brings
         "numpy>=1.26,<3",
         "matplotlib>=3.9",
         "pyarrow>=17",
