@@ -10,6 +10,7 @@ from megarl.observability.report import Reporter
 from megarl.parallel import device
 from megarl.parallel import layout as layouts
 from megarl.resharding.bridge import Bridge
+from megarl.resharding.parity import Parity
 from megarl.rollout.start import start_driver
 from megarl.training import distribute as distribution
 from megarl.training.policy import Policy
@@ -34,7 +35,7 @@ def train(config: TrainConfig, quiet: bool = False) -> None:
             config.actor.model, layout, config.rollout.temperature, config.actor.optim, config.optimizer_steps
         )
         reference = load_reference(config, algorithm, layout)
-        bridge = Bridge(actor.sharded, layout, config.sync, driver)
+        bridge = open_bridge(config, layout, actor, driver)
         driver.wait_until_ready(report.note)
         bridge.connect()
         bridge.sync(version=0)  # the engines then hold the trainer's bytes, whatever dtype the files had
@@ -59,8 +60,8 @@ def train(config: TrainConfig, quiet: bool = False) -> None:
                 metrics = update(batch, actor, algorithm, config, step)
             with phases("sync"):
                 driver.wake_up()
-                bridge.sync(version=step)
-            report.step(step, rollouts, metrics | agreement, phases.seconds())
+                delivery = bridge.sync(version=step)
+            report.step(step, rollouts, metrics | agreement | delivery, phases.seconds())
             last = step == config.trainer.total_steps
             if due(step, config.trainer.test_freq) or (last and config.trainer.test_freq):
                 validate(step, driver, report)
@@ -81,6 +82,16 @@ def load_reference(config: TrainConfig, algorithm, layout) -> Policy | None:
         return None
     model = config.actor.model.model_copy(update={"path": config.ref.model_path or config.actor.model.path})
     return Policy(model, layout, config.rollout.temperature)
+
+
+def open_bridge(config: TrainConfig, layout, actor: Policy, driver) -> Bridge:
+    """The way of the actor's weights into the engines, with the check that both sides compute the same."""
+
+    def logprobs(batch):
+        return actor.logprobs(batch, config.log_prob_max_token_len_per_gpu, temperature=1.0)[0]
+
+    parity = Parity(config, actor.hf.vocab_size, logprobs, driver)
+    return Bridge(actor.sharded, layout, config.sync, driver, parity)
 
 
 def validate(step: int, driver, report: Reporter) -> None:

@@ -27,6 +27,7 @@ from megarl.resharding import handshake, transport
 from megarl.resharding.audit import Ledger
 from megarl.resharding.gathered import gather
 from megarl.resharding.megatron_layout import ShardedModel
+from megarl.resharding.parity import Parity
 from megarl.resharding.pieces import Holding, TensorMeta, buckets
 from megarl.resharding.plan import Plan, Sources, group_by, make_plan, whole
 from megarl.resharding.shared_memory import SharedWriter
@@ -67,16 +68,17 @@ class _Replica:
 class Bridge:
     """Collective: all trainer ranks call every method together."""
 
-    def __init__(self, model: ShardedModel, layout: Layout, config: SyncConfig, driver):
+    def __init__(self, model: ShardedModel, layout: Layout, config: SyncConfig, driver, parity: Parity | None = None):
         """Open, on rank 0, the meeting point; engines need not be ready yet.
 
         Args:
             driver: the rank's rollout driver.
+            parity: checks what the engines make of the weights, after the syncs that it names.
 
         Raises:
             ValueError: `sync.port` is taken.
         """
-        self.model, self.layout, self.config, self.driver = model, layout, config, driver
+        self.model, self.layout, self.config, self.driver, self.parity = model, layout, config, driver, parity
         self.bucket_bytes = config.bucket_size_mib << 20
         self.replicas: list[_Replica] = []
         self.last_good_version: int | None = None
@@ -115,15 +117,15 @@ class Bridge:
         """Install the policy's present weights in every engine as `version`; returns when all of them answer with it.
 
         Returns:
-            sync/egress_mib (what all trainer ranks sent), sync/transfer_seconds and, when audited, sync/audit_seconds.
+            sync/egress_mib (what all trainer ranks sent), sync/transfer_seconds; sync/audit_seconds when audited; and
+            what `Parity.check` returns when it is due.
 
         Raises:
-            MegarlError: an engine died or refused, or the audit found other weights in it than were sent.
+            MegarlError: an engine died or refused, or holds (audit) or computes (parity) something else.
         """
         if not self.replicas:
             return {}
         audited = self._audits_now()
-        self._syncs += 1
         pending = None
         if self.driver.num_engines:
             pending = self.driver.begin_sync(version, [r.plan.digest for r in self.replicas], audited)
@@ -134,9 +136,11 @@ class Bridge:
         complaint = self._audit(broken) if audited else ""
         done = device.now()
         self._conclude(version, pending, broken, complaint)
+        parity = self.parity.check(version) if self.parity and self.parity.is_due(self._syncs) else {}
+        self._syncs += 1
         self.last_good_version = version
         metrics = {"sync/egress_mib": self._egress() / 2**20, "sync/transfer_seconds": sent - started}
-        return metrics | ({"sync/audit_seconds": done - sent} if audited else {})
+        return metrics | parity | ({"sync/audit_seconds": done - sent} if audited else {})
 
     # --- connecting -------------------------------------------------------------------------------------------------
 

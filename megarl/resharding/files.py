@@ -1,4 +1,4 @@
-"""Load (files -> Megatron ranks), export (Megatron ranks -> files) and convert (Megatron -> Megatron): plans, all three."""
+"""Load (files -> Megatron ranks), export (ranks -> files), convert (ranks -> ranks of another layout): three plans."""
 
 import json
 import os

@@ -127,7 +127,7 @@ def _split(box: Box, itemsize: int, limit: int) -> list[Box]:
 
 
 def whole(name: str, shape: tuple[int, ...], tensor: str | None = None) -> Piece:
-    """A checkpoint tensor that lies whole and contiguous in a local tensor: of its own name, unless another is given."""
+    """A checkpoint tensor that lies whole and contiguous in a local tensor: of its own name unless one is given."""
     strides, width = [], 1
     for size in reversed(shape):
         strides.append(width)

@@ -54,9 +54,12 @@ def register() -> None:
 
         init_info_cls = InitInfo
         update_info_cls = UpdateInfo
+        guard: vllm_reload.HalfInstalled | None = None
+        link = upstream = downstream = shared = None
 
         def init_transfer_engine(self, init_info: InitInfo) -> None:
-            self.guard = vllm_reload.HalfInstalled(self.model)
+            self.shutdown()  # of a bridge before this one
+            self.guard = self.guard or vllm_reload.HalfInstalled(self.model)
             self.mode = init_info.mode
             self.bucket_bytes = init_info.bucket_bytes
             self.metas = [TensorMeta(name, tuple(shape), dtype) for name, shape, dtype in init_info.tensors]
@@ -117,10 +120,7 @@ def register() -> None:
                 if update_info.audited:
                     self._await_verdict(sums)
             except BaseException:
-                # Whoever still sends or waits for this worker is to fail now, not at its time-out.
-                for link in (self.link, self.upstream, self.downstream):
-                    if link is not None:
-                        link.abort()
+                self.shutdown()  # whoever still sends or waits for this worker is to fail now, not at its time-out
                 raise
             self.guard.end()
 
@@ -211,6 +211,9 @@ def register() -> None:
             pass
 
         def shutdown(self) -> None:
+            for link in (self.link, self.upstream, self.downstream):
+                if link is not None:
+                    link.abort()
             self.link = self.upstream = self.downstream = self.shared = None
 
     def _whole_sum(tensor: torch.Tensor) -> torch.Tensor:

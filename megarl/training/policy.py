@@ -83,9 +83,12 @@ class Policy:
             self.module, optim, module.config.params_dtype, layout, optimizer_steps
         )
 
-    def _statistics(self, logits: torch.Tensor, micro: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _statistics(
+        self, logits: torch.Tensor, micro: Batch, temperature: float | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        heat = self.temperature if temperature is None else temperature
         logprobs, entropy = logprob_and_entropy(
-            logits, next_tokens(micro), self.layout.groups.tp, self.temperature, self.hf.vocab_size
+            logits, next_tokens(micro), self.layout.groups.tp, heat, self.hf.vocab_size
         )
         return onto_tokens(logprobs, micro), onto_tokens(entropy, micro)
 
@@ -106,16 +109,19 @@ class Policy:
                 results[name][at] = outputs[name].float().cpu()
         return results
 
-    def logprobs(self, batch: Batch, max_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def logprobs(
+        self, batch: Batch, max_tokens: int, temperature: float | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-prob and entropy [N] fp32 of every token that loss_mask marks; 0 elsewhere.
 
         Args:
             batch: this rank's share; at least one sequence.
             max_tokens: tokens per micro-batch; changes memory and speed only.
+            temperature: another than the policy's own.
         """
 
         def on_logits(logits, micro):
-            logprobs, entropy = self._statistics(logits, micro)
+            logprobs, entropy = self._statistics(logits, micro, temperature)
             return logits.new_zeros(()), {"logprobs": logprobs, "entropy": entropy}
 
         found = self._map(batch, max_tokens, ["logprobs", "entropy"], on_logits)
