@@ -154,6 +154,6 @@ def test_the_reference_is_the_initial_policy_and_stays_it(recorded, task, warm, 
     assert done.returncode == 0, done.stderr
     assert [m["lr"] for m in metrics_of(tmp_path)] == pytest.approx([2e-3 / 3, 1e-3 / 3])  # the last step still moves
     assert [m["rollout/max_staleness"] for m in metrics_of(tmp_path)] == [0.0, 0.0]
-    first, second = (m["objective/kl"] for m in metrics_of(tmp_path))
+    first, second = (m["policy/kl_avg"] for m in metrics_of(tmp_path))
     assert abs(first) <= 1e-7
     assert second > 1e-5

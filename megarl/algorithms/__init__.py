@@ -5,7 +5,10 @@ import pkgutil
 from types import ModuleType
 
 # Shared by the algorithms, not algorithms themselves.
-_SHARED = {"aggregation", "interface", "kl"}
+_SHARED = {
+    *("aggregation", "gae", "groups", "importance", "interface", "kl", "kl_control", "metrics", "objective", "pf_ppo"),
+    *("policy_loss", "policy_ratio", "reward_shaping", "sequences", "value_loss", "whitening"),
+}
 
 
 def names() -> list[str]:

@@ -16,31 +16,60 @@ count in S, as in verl 0.9.1; TRL divides by all sequences.
 from typing import Literal
 
 import torch
+from pydantic import model_validator
 
+from megarl.algorithms import sequences
 from megarl.algorithms.interface import SumOverRanks, identity
+from megarl.config.algorithm import AlgorithmConfig
+from megarl.config.base import key
 from megarl.types import Batch
 
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
+class AggregationConfig(AlgorithmConfig):
+    loss_agg_mode: LossAggMode = key(
+        "token-mean",
+        "How token losses become one number: token-mean, seq-mean-token-sum, seq-mean-token-mean (GRPO's paper), or "
+        "seq-mean-token-sum-norm (a fixed length), over the whole mini-batch.",
+    )
+    loss_scale_factor: float | None = key(
+        None, "Tokens that seq-mean-token-sum-norm divides a sequence's sum by, e.g. data.max_response_length.", gt=0
+    )
+
+    @model_validator(mode="after")
+    def _horizon_fits_the_mode(self):
+        needs_horizon = self.loss_agg_mode == "seq-mean-token-sum-norm"
+        if needs_horizon and self.loss_scale_factor is None:
+            raise ValueError(
+                "loss_agg_mode=seq-mean-token-sum-norm needs loss_scale_factor, the length in tokens that it divides "
+                "by (usually data.max_response_length)"
+            )
+        if not needs_horizon and self.loss_scale_factor is not None:
+            raise ValueError(
+                f"loss_scale_factor={self.loss_scale_factor:g} has no meaning with loss_agg_mode={self.loss_agg_mode}; "
+                "remove it, or set loss_agg_mode=seq-mean-token-sum-norm"
+            )
+        return self
+
+
 def token_weights(
     batch: Batch, mode: LossAggMode, horizon: float | None = None, sum_over_ranks: SumOverRanks = identity
 ) -> torch.Tensor:
-    """[N] float32 weights of this rank's part of a mini-batch. One call of sum_over_ranks, of two counts.
+    """[N] weights of this rank's part of a mini-batch, in loss_mask's dtype. One call of sum_over_ranks, of two counts.
 
     batch: uses loss_mask, cu_seqlens and index. horizon: tokens, > 0; for seq-mean-token-sum-norm only.
     A mini-batch without any masked-in token has weights 0. Raises ValueError for an unknown mode or a missing horizon.
     """
     mask = batch.loss_mask.double()
-    sequence = batch.sequence_ids
-    lengths = mask.new_zeros(len(batch.index)).index_add_(0, sequence, mask)
+    lengths = sequences.counts(batch).double()
     num_tokens, num_sequences = sum_over_ranks(torch.stack([lengths.sum(), (lengths > 0).double().sum()]))
     if mode == "token-mean":
         denominator = num_tokens
     elif mode == "seq-mean-token-sum":
         denominator = num_sequences
     elif mode == "seq-mean-token-mean":
-        denominator = num_sequences * lengths[sequence]
+        denominator = num_sequences * lengths[batch.sequence_ids]
     elif mode == "seq-mean-token-sum-norm":
         if horizon is None:
             raise ValueError(
@@ -49,4 +78,4 @@ def token_weights(
         denominator = num_sequences * horizon
     else:
         raise ValueError(f"loss aggregation mode {mode!r} is not one of {', '.join(LossAggMode.__args__)}")
-    return torch.where(mask > 0, mask / denominator, 0.0).float()
+    return torch.where(mask > 0, mask / denominator, 0.0).to(batch.loss_mask.dtype)

@@ -4,17 +4,29 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from megarl.types import Batch
 
+PER_SEQUENCE = ("index", "group_ids", "scores", "baseline_scores")
+GOLDENS = Path(__file__).parents[1] / "goldens"
 
-def pack(mask: np.ndarray, groups=None, scores=None, **per_token: np.ndarray) -> tuple[Batch, torch.Tensor]:
+
+def golden(stem: str):
+    """The arrays of a file of tests/goldens, by name."""
+    return np.load(GOLDENS / f"{stem}.npz")
+
+
+def pack(
+    mask: np.ndarray, groups=None, scores=None, dtype: torch.dtype = torch.float64, **per_token: np.ndarray
+) -> tuple[Batch, torch.Tensor]:
     """(batch, place [N]): row b of mask [B, T] becomes 1 + b % 3 prompt tokens and the response up to its last 1.
 
     batch.<name>[i] is per_token[<name>].flatten()[place[i]]; place is -1 on prompt tokens, where the fields are 0.
+    dtype: of loss_mask, and so of what estimators return; float32 in a run.
     """
     num_rows, width = mask.shape
     places = []
@@ -33,7 +45,7 @@ def pack(mask: np.ndarray, groups=None, scores=None, **per_token: np.ndarray) ->
         tokens=torch.arange(len(place)),
         position_ids=torch.cat([torch.arange(n) for n in lengths]),
         cu_seqlens=torch.cat([torch.zeros(1), lengths.cumsum(0)]).int(),
-        loss_mask=packed(mask).float(),
+        loss_mask=packed(mask).to(dtype),
         weight_version=torch.zeros(len(place), dtype=torch.int32),
         index=torch.arange(num_rows),
         group_ids=groups,
@@ -45,6 +57,31 @@ def pack(mask: np.ndarray, groups=None, scores=None, **per_token: np.ndarray) ->
     return batch, place
 
 
+def responses(values: torch.Tensor, place: torch.Tensor, shape: tuple[int, int]) -> np.ndarray:
+    """Packed values [N] back as [B, T]; 0 where nothing was packed."""
+    out = np.zeros(shape)
+    at = place >= 0
+    out.ravel()[place[at]] = values.detach()[at]
+    return out
+
+
+def run_loss(
+    algorithm, batch: Batch, logprobs: torch.Tensor, config, entropy=None, full_kl=None
+) -> tuple[float, torch.Tensor, dict[str, float]]:
+    """(weighted loss, gradient [N], mean metrics) of a batch that is a whole mini-batch."""
+    logprobs = logprobs.detach().clone().requires_grad_()
+    weights = algorithm.weights(batch, config)
+    entropy = torch.zeros_like(logprobs) if entropy is None else entropy
+    loss, metrics = algorithm.token_loss(
+        logprobs, entropy, batch.with_(token_weights=weights), config, *([] if full_kl is None else [full_kl])
+    )
+    assert not loss[batch.loss_mask == 0].any() and not any(m[batch.loss_mask == 0].any() for m in metrics.values())
+    total = (weights * loss).sum()
+    (gradient,) = torch.autograd.grad(total, logprobs)
+    tokens = batch.loss_mask.sum()
+    return total.item(), gradient, {name: (m.sum() / tokens).item() for name, m in metrics.items()}
+
+
 def take(batch: Batch, rows: list[int]) -> tuple[Batch, torch.Tensor]:
     """(the batch of a rank that holds these sequences, which of the batch's tokens those are [n])."""
     starts = batch.cu_seqlens.tolist()
@@ -54,7 +91,7 @@ def take(batch: Batch, rows: list[int]) -> tuple[Batch, torch.Tensor]:
     for name in (f.name for f in fields(Batch)):
         value = getattr(batch, name)
         if isinstance(value, torch.Tensor) and name not in changed:
-            changed[name] = value[rows if name in ("index", "group_ids", "scores") else tokens]
+            changed[name] = value[rows if name in PER_SEQUENCE else tokens]
     return batch.with_(**changed), tokens
 
 

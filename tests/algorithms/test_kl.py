@@ -1,17 +1,16 @@
 """KL estimators against verl's values and gradients, and against the exact KL."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
 from megarl.algorithms import kl
+from tests.algorithms.batches import golden
 
-GOLDEN = np.load(Path(__file__).parents[1] / "goldens" / "kl_estimators.npz")
+GOLDEN = golden("kl_estimators")
 
 
-@pytest.mark.parametrize("kind", kl.KLType.__args__)
+@pytest.mark.parametrize("kind", kl.Estimator.__args__)
 def test_golden_vectors(kind):
     """Two of the tokens are extreme enough to reach k3's clamps."""
     logprob = torch.from_numpy(GOLDEN["logprob"]).requires_grad_()
@@ -43,3 +42,20 @@ def test_the_gradient_of_k2_averages_to_that_of_the_kl():
 def test_an_unknown_estimator_lists_the_known():
     with pytest.raises(ValueError, match="'full' is not one of kl, k1, abs, mse, k2, low_var_kl, k3"):
         kl.per_token(torch.zeros(1), torch.zeros(1), "full")
+
+
+@pytest.mark.parametrize(
+    ("kind", "peer"),
+    [("k1", "slime_k1"), ("k2", "slime_k2"), ("low_var_kl", "slime_low_var_kl"), ("k2", "openrlhf_k2")],
+)
+def test_golden_vectors_of_others_within_their_clamps(kind, peer):
+    """Where neither system clamps."""
+    logprob, reference = torch.from_numpy(GOLDEN["logprob"]), torch.from_numpy(GOLDEN["ref_logprob"])
+    near = (logprob - reference).abs() < 2.0
+    estimate = kl.per_token(logprob, reference, kind)
+    np.testing.assert_allclose(estimate[near], GOLDEN[peer][near], rtol=1e-5, atol=1e-6)
+    assert near.sum() > 10
+
+
+def test_the_types_are_the_estimators_and_full():
+    assert kl.KLType.__args__ == (*kl.Estimator.__args__, "full")
