@@ -69,7 +69,7 @@ class Parity:
             if not worst <= self._budget:  # a NaN is no parity either
                 raise MegarlError(
                     f"trainer and engine {index} disagree about weight version {version}: on fixed prompts the "
-                    f"log-prob of one token differs by {worst:.3g}; sync.parity_budget is {self._budget:g}. The weights "
+                    f"log-prob of a token differs by {worst:.3g}; sync.parity_budget is {self._budget:g}. The weights "
                     "were delivered (the audit), so the engine installed them wrongly, or the two compute in "
                     "different types; see docs/bridge.md"
                 )
