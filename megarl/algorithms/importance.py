@@ -71,7 +71,7 @@ def weights(batch: Batch, config: RolloutCorrectionConfig) -> torch.Tensor:
 def metrics(batch: Batch, config: RolloutCorrectionConfig, sum_over_ranks: SumOverRanks = identity) -> dict[str, float]:
     """How far engine and trainer are apart, with or without the correction. One call of sum_over_ranks.
 
-    Means over all written tokens: rollout_corr/kl and /k3_kl estimate KL(engine || trainer) in nats, /chi2 is the
+    Means over all written tokens: rollout_corr/kl and /k3_kl estimate KL(engine || trainer) in nats, /chi2_token the
     mean of rho^2 less 1. With the correction also the mean weight, the share of tokens whose weight it changed, and the
     effective sample size (mean weight)^2 / mean(weight^2), 1 where all weights are equal.
     """
@@ -84,7 +84,7 @@ def metrics(batch: Batch, config: RolloutCorrectionConfig, sum_over_ranks: SumOv
         columns += [weight, weight.square(), (weight != raw).double()]
     count, *sums = sum_over_ranks(torch.stack([column.sum() for column in columns])).tolist()
     means = [total / max(count, 1.0) for total in sums]
-    found = dict(zip(["rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/chi2"], means, strict=False))
+    found = dict(zip(["rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/chi2_token"], means, strict=False))
     if config.rollout_is:
         mean, square, changed = means[3:]
         found |= {
