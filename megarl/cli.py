@@ -65,8 +65,9 @@ def _check_output_dir(config) -> None:
 def _check_model(path: str, config, transformer_impl: str) -> None:
     from megarl.models import hf_files, supported
 
-    tp = config.parallel.tensor_model_parallel_size
-    supported.check(hf_files.load_config(path), ParallelSizes(tp, tp=tp), transformer_impl)
+    hf, tp = hf_files.load_config(path), config.parallel.tensor_model_parallel_size
+    supported.check(hf, ParallelSizes(tp, tp=tp), transformer_impl)
+    supported.check_training(hf, ParallelSizes(tp, tp=tp), config.parallel.sequence_parallel)
     hf_files.Checkpoint(path)
 
 

@@ -177,4 +177,10 @@ def build(hf: PretrainedConfig, model: ModelConfig, layout: Layout) -> torch.nn.
                 rotary=rotary,
             )
         )
-    return (torch.nn.ModuleList(chunks) if sizes.vpp > 1 else chunks[0]).to(device.current())
+    whole = torch.nn.ModuleList(chunks) if sizes.vpp > 1 else chunks[0]
+    for name, parameter in whole.named_parameters():
+        if ".mlp.experts." in name:
+            # False: summed over the copies of the experts instead of the data-parallel ranks. Megatron says so only
+            # where ep > 1; under tp > 1 with etp = 1 the tokens of tensor-parallel peers would silently be left out.
+            parameter.allreduce = False
+    return whole.to(device.current())

@@ -43,6 +43,19 @@ def check(hf: PretrainedConfig, sizes: ParallelSizes, transformer_impl: str = "a
         raise ValueError("actor.model.transformer_impl=te, but transformer_engine is not installed; use local or auto")
 
 
+def check_training(hf: PretrainedConfig, sizes: ParallelSizes, sequence_parallel: bool) -> None:
+    """Refuse what Megatron-core builds but does not train.
+
+    Raises:
+        ValueError: experts under tensor parallelism without sequence parallelism.
+    """
+    if "num_moe_experts" in models.get(hf.model_type).transformer_fields(hf) and sizes.tp > 1 and not sequence_parallel:
+        raise ValueError(
+            f"parallel.tensor_model_parallel_size={sizes.tp} with a model that has experts ({hf.model_type}) needs "
+            "parallel.sequence_parallel=true"
+        )
+
+
 def _check_divides(key: str, size: int, counts: dict[str, int]) -> None:
     for name, count in counts.items():
         if count % size:

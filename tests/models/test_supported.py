@@ -64,3 +64,11 @@ def test_the_mlp_of_a_model_without_dense_layers_need_not_be_cut():
     supported.check(_moe(intermediate_size=97), ParallelSizes(2, tp=2))
     with pytest.raises(ValueError, match="intermediate_size=97"):
         supported.check(_moe(intermediate_size=97, mlp_only_layers=[1]), ParallelSizes(2, tp=2))
+
+
+def test_experts_are_trained_under_tensor_parallelism_only_with_sequence_parallelism():
+    supported.check_training(_moe(), ParallelSizes(2), sequence_parallel=False)
+    supported.check_training(_moe(), ParallelSizes(2, tp=2), sequence_parallel=True)
+    supported.check_training(_qwen3(), ParallelSizes(2, tp=2), sequence_parallel=False)
+    with pytest.raises(ValueError, match="tensor_model_parallel_size=2 .* needs parallel.sequence_parallel=true"):
+        supported.check_training(_moe(), ParallelSizes(2, tp=2), sequence_parallel=False)
