@@ -69,7 +69,7 @@ def advantages(batch: Batch, config: Config, sum_over_ranks: SumOverRanks = iden
     margin = torch.where(is_second, -batch.scores, batch.scores).double()
     margins = margin.new_zeros(batch.num_groups).index_add(0, batch.group_ids, margin)[batch.group_ids]
     chosen = (margins >= 0) ^ is_second
-    signs = torch.where(chosen, kl_coef, -kl_coef).to(batch.loss_mask.dtype)
+    signs = kl_coef * (2 * chosen.to(batch.loss_mask.dtype) - 1)
     reward_kl = sequences.written(batch.logprobs, batch) - sequences.written(batch.ref_logprobs, batch)
     return batch.with_(advantages=sequences.spread(signs, batch), reward_kl=reward_kl)
 

@@ -83,8 +83,6 @@ def loss_case(name, which, new="new"):
 @pytest.mark.parametrize("name", ["c0", "c2"])
 def test_golden_losses_of_verl(name, low, high, dual, which, mode):
     key = f"{name}_vanilla_{mode}_lo{low}_hi{high}_c{dual}_{which}_is0"
-    if key not in LOSSES:
-        pytest.skip("not among the golden vectors")
     batch, place, logprobs = loss_case(name, which)
     config = config_for(
         mode, LOSSES[f"{name}_mask"].shape[1], clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=dual
