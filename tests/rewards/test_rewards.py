@@ -23,7 +23,9 @@ def test_by_file(tmp_path):
 
 
 def test_unknown_name_lists_the_known():
-    with pytest.raises(ValueError, match="'exactmatch' is unknown; known: arithmetic, .*exact_match, .*or your own as path"):
+    with pytest.raises(
+        ValueError, match="'exactmatch' is unknown; known: arithmetic, .*exact_match, .*or your own as path"
+    ):
         get("exactmatch")
 
 
