@@ -47,7 +47,9 @@ def test_grpo_and_dapo(name, algorithm):
         np.testing.assert_allclose(found, GOLDEN[f"{name}_slime_grpo_std"][:, None] * mask, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "peer"), cases("rloo", "rloo_vec", "trl_rloo", "openrlhf_rloo"))
+@pytest.mark.parametrize(
+    ("name", "peer"), cases("rloo", "rloo_vec", "trl_rloo", "openrlhf_rloo", "nemo_grpo_loo1_norm0")
+)
 def test_rloo(name, peer):
     """verl's loop keeps the reward of a completion without siblings; here and in its vectorised form it has 0."""
     mask, found = estimate(rloo, rloo.Config(), name)
@@ -55,7 +57,7 @@ def test_rloo(name, peer):
     expected = (expected if expected.ndim == 2 else expected[:, None]) * mask
     groups = GOLDEN[f"{name}_group"].astype(int)
     compared = (np.bincount(groups)[groups] > 1) if peer == "rloo" else np.ones(len(mask), bool)
-    np.testing.assert_allclose(found[compared], expected[compared], atol=1e-9)
+    np.testing.assert_allclose(found[compared], expected[compared], atol=1e-6 if peer.startswith("nemo") else 1e-9)
     assert not found[~compared].any()
 
 

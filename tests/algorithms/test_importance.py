@@ -68,6 +68,24 @@ def test_golden_weights_of_trl(name, key, keys):
     np.testing.assert_allclose(responses(weights, place, mask.shape), expected, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("peer", ["nemo", "openrlhf"])
+@pytest.mark.parametrize(
+    ("key", "keys"),
+    [("tis_None_2.0", {}), ("icepop_0.5_2.0", {"rollout_is_mode": "mask", "rollout_is_lower": 0.5})],
+)
+@pytest.mark.parametrize("name", ["c0", "c2"])
+def test_golden_losses_of_nemo_and_openrlhf(name, key, keys, peer):
+    """Their whole PPO loss with a correction: token mean, clips 0.2 and 0.28, no dual clip."""
+    batch, place, mask = case(name)
+    advantages = torch.from_numpy(np.broadcast_to(GOLDEN[f"{name}_adv"], mask.shape) * mask).flatten()
+    batch = batch.with_(advantages=torch.where(place >= 0, advantages[place.clamp(min=0)], 0.0))
+    logprobs = torch.from_numpy(GOLDEN[f"{name}_new"]).flatten()[place.clamp(min=0)]
+    correction = {"rollout_is": "token", "rollout_is_threshold": 2.0} | keys
+    config = grpo.Config(clip_ratio_high=0.28, clip_ratio_c=None, rollout_correction=correction)
+    loss, _, _ = run_loss(grpo, batch, logprobs, config)
+    np.testing.assert_allclose(loss, GOLDEN[f"{name}_{peer}_loss_{key}"], rtol=1e-7)
+
+
 @pytest.mark.parametrize("name", ["c0", "c2"])
 def test_golden_metrics_without_a_correction(name):
     batch, _, _ = case(name)
