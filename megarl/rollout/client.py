@@ -76,6 +76,7 @@ class EngineClient:
         self._requests = 0
         self._changed = asyncio.Condition()
         self._updating = False
+        self._broken_update: int | None = None  # version of an update that began and did not end
         self._session = aiohttp.ClientSession(
             base_url="http://engine",
             connector=aiohttp.UnixConnector(path=socket, limit=0),
@@ -146,7 +147,8 @@ class EngineClient:
         """Install the weights that the trainer sends meanwhile; completions asked for from now on come from them.
 
         Waits for the requests under way; `started` is set when the engine's workers are about to receive. When it
-        fails, the engine stays paused: what it holds then is no version.
+        fails, the engine stays paused and `complete` refuses: what it holds then is no version. Another update may
+        follow.
 
         Args:
             update_info: {"version", "digest" of the plan, "audited"}, for the workers.
@@ -157,13 +159,14 @@ class EngineClient:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._requests == 0)
             await self._post("/pause", params={"mode": "wait"})
+            self._broken_update = version
             await self._post("/start_weight_update")
             started.set()
             await self._post("/update_weights", {"update_info": update_info})
             await self._post("/finish_weight_update", {"weight_version": str(version)})
             await self._reset_prefix_cache()
             await self._post("/resume")
-            self.weight_version = version
+            self.weight_version, self._broken_update = version, None
         finally:
             self._updating = False
             async with self._changed:
@@ -190,6 +193,10 @@ class EngineClient:
     async def _enter(self, completions: int) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: not self._updating)
+            if self._broken_update is not None:
+                raise MegarlError(
+                    f"{self.name} does not generate: its update to weight version {self._broken_update} did not end well"
+                )
             self._requests += 1
             self.pending_completions += completions
 
