@@ -1,53 +1,13 @@
-"""Coordinates are Megatron's own: its groups on real ranks, and its arithmetic for layers."""
+"""Layers are shared out as Megatron does it; test_layout.py compares coordinates with its groups on real ranks."""
 
 import pytest
-import torch.distributed as dist
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megarl.parallel import layout as layouts
 from megarl.parallel.coordinates import ParallelSizes
-from tests.parallel_utils import run_ranks
-
-LAYOUTS = {
-    "tp2 pp2": dict(tp=2, pp=2),
-    "tp2 dp2": dict(tp=2),
-    "ep2 etp2": dict(ep=2, etp=2),
-    "tp2 ep2": dict(tp=2, ep=2),
-    "tp2 etp2": dict(tp=2, etp=2),
-    "pp2 ep2": dict(pp=2, ep=2),
-    "pp2 vpp2": dict(pp=2, vpp=2),
-}
-GROUPS = dict(tp="tp", pp="pp", dp="dp", ep="ep", etp="expt_tp", edp="expt_dp")
-
-
-def _groups() -> dict[str, dict[str, list[int]]]:
-    found = {}
-    for name, sizes in LAYOUTS.items():
-        layout = layouts.join(ParallelSizes(4, **sizes), sequence_parallel=False, seed=0)
-        groups = layout.groups
-        found[name] = {axis: dist.get_process_group_ranks(getattr(groups, GROUPS[axis])) for axis in GROUPS}
-        at = layout.coordinates
-        for axis, group in GROUPS.items():
-            assert getattr(groups, group).rank() == getattr(at, axis), (name, axis, at)
-    return found
-
-
-def test_groups_of_real_ranks():
-    """Ranks of one Megatron group differ in its axis alone, and stand in its order."""
-    dense, expert = ("tp", "pp", "dp"), ("etp", "ep", "edp", "pp")
-    for rank, found in enumerate(run_ranks(_groups, 4)):
-        for name, axes in found.items():
-            sizes = ParallelSizes(4, **LAYOUTS[name])
-            for axis, group in axes.items():
-                others = [a for a in (expert if axis in ("etp", "ep", "edp") else dense) if a != axis]
-                here = sizes.of(rank)
-                expected = [r for r in range(4) if all(getattr(sizes.of(r), a) == getattr(here, a) for a in others)]
-                assert group == expected, (name, axis, rank)
-                assert [getattr(sizes.of(r), axis) for r in group] == list(range(len(group))), (name, axis)
 
 
 @settings(max_examples=60, deadline=None)
