@@ -9,7 +9,8 @@ A reward function is called with lists of equal length, one entry per completion
 `completion_ids` (token ids), `data_source`, and the dataset's other columns; a function without **columns gets those
 that it names. It returns one score per completion, or one dict per completion with "score" and further numbers to
 report, such as "acc". It may be `async`. One that scores completions by comparing them says so
-(`reward.compares_completions = True`): then it always sees all completions of a prompt, or none gets a score.
+(`reward.compares_completions = True`): then it always sees all completions of a prompt, or none gets a score. One that
+waits for others may ask for a longer deadline (`reward.timeout_seconds = 300.0`).
 
 Functions run in worker processes (rewards/workers.py). What they raise concerns the completions they were called with;
 CannotScore and MegarlError stop the run.

@@ -98,6 +98,9 @@ async def code(
     ]
 
 
+code.timeout_seconds = 300.0  # a call runs many programs, each with its own deadline
+
+
 def program_of(text: str) -> str:
     """The last fenced block of Python in a text, or the whole text without one."""
     blocks = _FENCE.findall(text)

@@ -35,9 +35,10 @@ class Function(msgspec.Struct):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """Every function has been imported. `compares[i]`: function i scores completions by comparing them."""
+    """Every function has been imported; what each says of itself."""
 
-    compares: list[bool]
+    compares: list[bool]  # it scores completions by comparing them
+    timeouts: list[float | None]  # the deadline that it asks for, in seconds
 
 
 class Request(msgspec.Struct):
@@ -90,7 +91,8 @@ def main() -> None:
         functions = [load(spec) for spec in specs]
     except ValueError as error:
         return send(Refused(str(error), environment=False))
-    send(Ready([getattr(function, "compares_completions", False) for function in functions]))
+    compares = [getattr(function, "compares_completions", False) for function in functions]
+    send(Ready(compares, [getattr(function, "timeout_seconds", None) for function in functions]))
     while True:
         try:
             request = _receive(channel, Request)

@@ -78,7 +78,7 @@ class RewardWorkers:
         self._config = config
         self.names = [label(spec) for spec in config.functions]
         self._functions = [Function(spec.name, spec.kwargs, spec.conversational) for spec in config.functions]
-        self._deadlines = [spec.timeout_seconds or config.timeout_seconds for spec in config.functions]
+        self._deadlines = [config.timeout_seconds for _ in config.functions]
         self._compares = [False] * len(self.names)
         self._failed_in_a_row = [0] * len(self.names)
         self._free = asyncio.Semaphore(config.num_workers)
@@ -204,6 +204,8 @@ class RewardWorkers:
             raise self._refusal(ready, None)
         assert isinstance(ready, Ready), ready
         self._compares = ready.compares
+        settings = zip(self._config.functions, ready.timeouts, strict=True)
+        self._deadlines = [spec.timeout_seconds or own or self._config.timeout_seconds for spec, own in settings]
         return worker
 
     def _discard(self, worker: _Worker) -> None:

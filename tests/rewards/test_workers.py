@@ -55,6 +55,11 @@ async def waits(completions, **columns):
     await asyncio.gather(*(asyncio.sleep(0.2) for _ in completions))
     return [1.0] * len(completions)
 
+def patient(completions):
+    time.sleep(0.2)
+    return [1.0] * len(completions)
+patient.timeout_seconds = 5.0
+
 def compares(completions, **columns):
     assert "raise" not in completions
     return [float(text == max(completions)) for text in completions]
@@ -200,6 +205,21 @@ def test_workers_work_side_by_side_and_async_functions_wait_side_by_side(workers
             started = time.monotonic()
             await asyncio.gather(*(pool.score(0, sample("a", "b", "c", "d")) for _ in range(6)))
             assert time.monotonic() - started < 6 * 0.2
+
+    run(work)
+
+
+def test_deadlines_of_functions_over_that_of_all(workers, file):
+    async def work():
+        async with workers("waits", "patient", timeout_seconds=0.1) as pool:
+            assert (await pool.score(0, sample("a"))).events == {"timeouts": 1}
+            assert not (await pool.score(1, sample("a"))).events  # it asks for 5 s itself
+
+        impatient = {"name": f"{file}:patient", "timeout_seconds": 0.1}
+        pool = RewardWorkers(RewardConfig(functions=[impatient]))
+        await pool.start()
+        assert (await pool.score(0, sample("a"))).events == {"timeouts": 1}
+        await pool.close()
 
     run(work)
 
