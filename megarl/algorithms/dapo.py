@@ -33,9 +33,9 @@ def needs(config: Config) -> Needs:
 
 def advantages(batch: Batch, config: Config, sum_over_ranks: SumOverRanks = identity, kl_coef: float = 0.0) -> Batch:
     """Fill batch.advantages [N], and mask out groups whose scores are all equal. Four calls of sum_over_ranks."""
+    batch = reward_shaping.charge_kl(batch, config)
     idle = groups.all_equal(batch.scores, batch, sum_over_ranks)
-    kept = torch.where(idle[batch.sequence_ids], 0.0, batch.loss_mask)
-    batch = reward_shaping.charge_kl(batch.with_(loss_mask=kept), config)
+    batch = batch.with_(loss_mask=torch.where(idle[batch.sequence_ids], 0.0, batch.loss_mask))
     rewards = reward_shaping.sequence_rewards(batch, batch.scores, kl_coef)
     advantages = groups.normalised(rewards, batch, sum_over_ranks).to(batch.loss_mask.dtype)
     return batch.with_(advantages=sequences.spread(advantages, batch))

@@ -83,6 +83,8 @@ def test_remax(name):
     config = remax.Config(use_kl_in_reward=True)
     found = responses(remax.advantages(batch, config, kl_coef=1.0).advantages, place, mask.shape)
     np.testing.assert_allclose(found, GOLDEN[f"{name}_remax_adv"] * mask, atol=1e-9)
+    to_go = found + GOLDEN[f"{name}_remax_baseline"][:, None] * mask
+    np.testing.assert_allclose(to_go, GOLDEN[f"{name}_remax_ret"] * mask, atol=1e-9)
     assert remax.needs(config).greedy_baseline
 
 

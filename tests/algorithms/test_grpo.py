@@ -79,7 +79,9 @@ def loss_case(name, which, new="new"):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("which", ["tok", "seq"])
-@pytest.mark.parametrize(("low", "high", "dual"), [(0.2, 0.2, 1.5), (0.2, 0.28, 3.0), (0.1, 0.3, 10.0)])
+@pytest.mark.parametrize(
+    ("low", "high", "dual"), [(0.2, 0.2, 1.5), (0.2, 0.2, 3.0), (0.2, 0.28, 3.0), (0.1, 0.3, 10.0)]
+)
 @pytest.mark.parametrize("name", ["c0", "c2"])
 def test_golden_losses_of_verl(name, low, high, dual, which, mode):
     key = f"{name}_vanilla_{mode}_lo{low}_hi{high}_c{dual}_{which}_is0"
@@ -97,11 +99,12 @@ def test_golden_losses_of_verl(name, low, high, dual, which, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("which", ["tok", "seq"])
 @pytest.mark.parametrize("name", ["c0", "c2"])
-def test_golden_losses_of_verl_with_engine_weights(name, mode):
+def test_golden_losses_of_verl_with_engine_weights(name, which, mode):
     """Their weights as those of an engine whose log-probs differ by just as much."""
-    key = f"{name}_vanilla_{mode}_lo0.2_hi0.28_c3.0_tok_is1"
-    batch, place, logprobs = loss_case(name, "tok")
+    key = f"{name}_vanilla_{mode}_lo0.2_hi0.28_c3.0_{which}_is1"
+    batch, place, logprobs = loss_case(name, which)
     wanted = torch.from_numpy(LOSSES[f"{name}_is_weights"]).flatten()[place.clamp(min=0)]
     batch = batch.with_(rollout_logprobs=batch.logprobs - wanted.log())
     correction = {"rollout_is": "token", "rollout_is_threshold": 1e9}

@@ -39,6 +39,14 @@ def test_the_gradient_of_k2_averages_to_that_of_the_kl():
     np.testing.assert_allclose(estimated, exact, atol=1e-9)
 
 
+def test_the_exact_kl_of_the_golden_vectors():
+    """k1 averaged over the whole vocabulary; k1 has no clamp."""
+    policy = torch.from_numpy(GOLDEN["logits_full"]).log_softmax(-1)
+    reference = torch.from_numpy(GOLDEN["ref_logits_full"]).log_softmax(-1)
+    average = (policy.exp() * kl.per_token(policy, reference, "k1")).sum(-1)
+    np.testing.assert_allclose(average, GOLDEN["exact_full_kl"], atol=1e-9)
+
+
 def test_an_unknown_estimator_lists_the_known():
     with pytest.raises(ValueError, match="'full' is not one of kl, k1, abs, mse, k2, low_var_kl, k3"):
         kl.per_token(torch.zeros(1), torch.zeros(1), "full")

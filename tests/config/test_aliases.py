@@ -1,7 +1,7 @@
 import pytest
 
 from megarl import algorithms
-from megarl.config.aliases import SFT, TRAIN, resolve
+from megarl.config.aliases import SFT, TRAIN, convert, resolve
 from megarl.config.root import SFTConfig, TrainConfig
 from megarl.config.schema import plain_keys, schema
 
@@ -35,6 +35,12 @@ def test_aliases_stand_for_keys_that_exist_and_hide_none(root, table):
 )
 def test_spellings_that_guides_taught(spelling, key):
     assert resolve(spelling, TrainConfig) == (key,)
+
+
+def test_ppo_by_the_name_of_its_estimator():
+    """verl's algorithm.adv_estimator=gae."""
+    assert convert("algorithm.adv_estimator", "gae") == "ppo" and convert("algorithm.adv_estimator", "rloo") == "rloo"
+    assert convert("algorithm.name", "gae") == "gae"  # megarl's own key has no such value
 
 
 def test_supervised_training_has_its_own_table():
