@@ -21,7 +21,7 @@ from megarl.types import Batch
 
 
 def metrics(batch: Batch, sum_over_ranks: SumOverRanks = identity, kl_coef: float = 0.0) -> dict[str, float]:
-    """By the names above, of the batch that advantages() returned; DAPO's with the loss_mask from before it, to count all.
+    """By the names above, of the batch that advantages() returned; of DAPO's with the loss_mask it had before.
 
     One call of sum_over_ranks.
     """
