@@ -43,7 +43,9 @@ class RewardFunction(Section):
     name: str = key(..., "A file of megarl/rewards by its name, or path/to/file.py:function.")
     weight: float = key(1.0, "The score is the weighted sum over the functions.")
     kwargs: dict[str, Any] = key({}, "Further arguments that the function is called with, by name.")
-    timeout_seconds: float | None = key(None, "Deadline of a call. Default: reward.timeout_seconds.", gt=0)
+    timeout_seconds: float | None = key(
+        None, "Deadline of a call. Default: the function's own, or else reward.timeout_seconds.", gt=0
+    )
     conversational: bool = key(
         False, "Give completions as TRL does, [{role: assistant, content: text}] each, instead of texts."
     )
