@@ -15,12 +15,24 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 from megarl.resharding.pieces import Box, Holding, Piece, TensorMeta
 
 Distance = Callable[[int, int], int]  # (source, destination) -> 0 same device, 1 same node, 2 other; less is nearer
+
+
+@contextmanager
+def no_garbage_collection():
+    """Planning makes hundreds of thousands of small tuples and no cycle: the collector would look at them in vain."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Transfer(NamedTuple):
@@ -44,19 +56,20 @@ class Plan:
         return (transfer for transfers in self.rounds for transfer in transfers)
 
     @cached_property
+    @no_garbage_collection()
     def digest(self) -> str:
         """Equal digests: equal plans."""
         names, numbers = [], array("q")
+        kinds: dict[tuple, int] = {}  # the few boxes and strides that there are, numbered as they come
         for number, transfers in enumerate(self.rounds):
             for source, destination, give, take, nbytes, _ in transfers:
-                names += (give.name, give.tensor, take.tensor)
-                numbers.extend((number, source, destination, nbytes, give.offset, take.offset))
-                numbers.extend(give.strides)
-                numbers.extend(take.strides)
-                for ends in give.box:
-                    numbers.extend(ends)
+                name, box, tensor, offset, strides = give
+                names += (name, tensor, take.tensor)
+                kind = kinds.setdefault((box, strides, take.strides), len(kinds))
+                numbers.extend((number, source, destination, nbytes, offset, take.offset, kind))
         found = hashlib.blake2b("\n".join(names).encode(), digest_size=16)
         found.update(numbers.tobytes())
+        found.update(repr(list(kinds)).encode())
         return found.hexdigest()
 
     def egress(self) -> dict[int, int]:
@@ -93,10 +106,12 @@ def group_by(transfers: Iterable[Transfer], end: int) -> dict[int, list[Transfer
 
 def crop(piece: Piece, box: Box) -> Piece:
     """The part of a piece that holds `box`, which lies within it."""
-    offset = piece.offset
-    for (start, _), (inner, _), stride in zip(piece.box, box, piece.strides):
+    name, held, tensor, offset, strides = piece
+    if held == box:
+        return piece
+    for (start, _), (inner, _), stride in zip(held, box, strides):
         offset += (inner - start) * stride
-    return Piece(piece.name, box, piece.tensor, offset, piece.strides)
+    return Piece(name, box, tensor, offset, strides)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
@@ -136,31 +151,44 @@ def whole(name: str, shape: tuple[int, ...], tensor: str | None = None) -> Piece
 
 
 class Sources:
-    """Where each box of each checkpoint tensor can be had: box -> the holders of exactly this box."""
+    """Where each box of each checkpoint tensor can be had: the boxes, and the holders of exactly each of them."""
 
+    @no_garbage_collection()
     def __init__(self, holdings: Iterable[Holding]):
-        self.boxes: dict[str, dict[Box, list[tuple[tuple[int, ...], Piece]]]] = {}
+        found: dict[str, dict[Box, list[tuple[tuple[int, ...], Piece]]]] = {}
         for holding in holdings:
             ranks = holding.ranks
             for piece in holding.pieces:
-                self.boxes.setdefault(piece.name, {}).setdefault(piece.box, []).append((ranks, piece))
+                found.setdefault(piece.name, {}).setdefault(piece.box, []).append((ranks, piece))
+        self.held = {name: (tuple(boxes), list(boxes.values())) for name, boxes in found.items()}
 
-    def covering(self, piece: Piece) -> list[tuple[Box, list[tuple[tuple[int, ...], Piece]]]]:
-        """The boxes that make up `piece`, each with its holders.
+    def of(self, piece: Piece) -> tuple[tuple[Box, ...], list[list[tuple[tuple[int, ...], Piece]]]]:
+        """The boxes of a piece's checkpoint tensor, and of each box (ranks, their piece) for those who hold it.
 
         Raises:
-            ValueError: the sources lack a part of it, or hold overlapping boxes.
+            ValueError: nobody holds it.
         """
-        held = self.boxes.get(piece.name)
-        if held is None:
+        if piece.name not in self.held:
             raise ValueError(f"{piece.name} is asked for, and no source holds it")
-        exact = held.get(piece.box)
-        if exact is not None:
-            return [(piece.box, exact)]
-        found = [(common, holders) for box, holders in held.items() if (common := intersect(piece.box, box))]
-        if sum(_numel(box) for box, _ in found) != piece.numel:
-            raise ValueError(f"the sources hold {sorted(held)} of {piece.name}, which do not make up {piece.box} once")
-        return found
+        return self.held[piece.name]
+
+
+def _parts(wanted: Box, boxes: tuple[Box, ...], itemsize: int, limit: int | None) -> list[tuple[int, Box, int]] | None:
+    """What makes up a box: (which of the sources' boxes, part of at most `limit` bytes, its bytes).
+
+    None when the sources' boxes do not make it up once.
+    """
+    if wanted in boxes:
+        common = [(boxes.index(wanted), wanted)]
+    else:
+        common = [(i, inner) for i, box in enumerate(boxes) if (inner := intersect(wanted, box))]
+        if sum(_numel(inner) for _, inner in common) != _numel(wanted):
+            return None
+    return [
+        (i, part, _numel(part) * itemsize)
+        for i, inner in common
+        for part in ((inner,) if limit is None else _split(inner, itemsize, limit))
+    ]
 
 
 def _numel(box: Box) -> int:
@@ -168,18 +196,6 @@ def _numel(box: Box) -> int:
     for start, stop in box:
         count *= stop - start
     return count
-
-
-@contextmanager
-def no_garbage_collection():
-    """Planning makes hundreds of thousands of small tuples and no cycle: the collector would look at them in vain."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @no_garbage_collection()
@@ -203,30 +219,39 @@ def make_plan(
         ValueError: the sources do not hold what a destination asks for.
     """
     load: dict[int, int] = defaultdict(int)
+    # The experts of all layers are alike, and so are the workers: boxes are compared once for each pattern of them.
+    parts_of, nearest = cache(_parts), cache(partial(_nearest, distance))
     transfers: list[Transfer] = []
     for destination, piece in _in_order(destinations, metas):
-        itemsize = metas[piece.name].itemsize
-        for box, holders in sources.covering(piece):
-            parts = (box,) if bucket_bytes is None else _split(box, itemsize, bucket_bytes)
-            for part in parts:
-                nbytes = _numel(part) * itemsize
-                rank, held = _choose(holders, destination, load, distance)
-                if rank != destination:
-                    load[rank] += nbytes
-                give = held if held.box == part else crop(held, part)
-                take = piece if piece.box == part else crop(piece, part)
-                transfers.append(Transfer(rank, destination, give, take, nbytes, piece.box))
+        boxes, holders = sources.of(piece)
+        parts = parts_of(piece.box, boxes, metas[piece.name].itemsize, bucket_bytes)
+        if parts is None:
+            raise ValueError(f"the sources hold {sorted(boxes)} of {piece.name}, which do not make up {piece.box} once")
+        for place, part, nbytes in parts:
+            rank, held = _choose(holders[place], destination, load, nearest)
+            if rank != destination:
+                load[rank] += nbytes
+            transfers.append(Transfer(rank, destination, crop(held, part), crop(piece, part), nbytes, piece.box))
     return Plan([transfers] if bucket_bytes is None else _rounds(transfers, bucket_bytes))
 
 
-def _choose(holders, destination: int, load: dict[int, int], distance: Distance | None) -> tuple[int, Piece]:
+def _nearest(distance: Distance | None, ranks: tuple[int, ...], destination: int) -> tuple[int, list[int]]:
+    """(how far the nearest of these ranks are, which they are, in ascending order)."""
+    far = [0 if distance is None else distance(rank, destination) for rank in ranks]
+    return min(far), sorted(rank for rank, away in zip(ranks, far) if away == min(far))
+
+
+def _choose(holders, destination: int, load: dict[int, int], nearest) -> tuple[int, Piece]:
+    """Of all ranks that hold a box the nearest, of these the least busy, of these the lowest; and its piece."""
     best, best_key = None, None
-    for ranks, piece in holders:
-        for rank in ranks:
-            far = 0 if distance is None else distance(rank, destination)
-            key = (far, load[rank], rank)
-            if best_key is None or key < best_key:
-                best, best_key = (rank, piece), key
+    for ranks, held in holders:
+        far, near = nearest(ranks, destination)
+        rank = min(near, key=load.__getitem__)
+        if len(holders) == 1:
+            return rank, held
+        key = (far, load[rank], rank)
+        if best_key is None or key < best_key:
+            best, best_key = (rank, held), key
     return best
 
 
@@ -236,20 +261,17 @@ def _in_order(destinations: list[Holding], metas: dict[str, TensorMeta]) -> list
     A receiver then holds one unfinished module at a time, whatever order the checkpoint's names have.
     """
     place = {name: i for i, name in enumerate(metas)}
+    module_of = cache(lambda tensor: tensor.rpartition(".")[0])
     first: dict[str, int] = {}  # of each destination module the first checkpoint tensor that goes into it
     for holding in destinations:
         for piece in holding.pieces:
-            module = piece.tensor.rpartition(".")[0]
-            at = place[piece.name]
-            if first.get(module, at) >= at:
+            module, at = module_of(piece.tensor), place[piece.name]
+            if first.setdefault(module, at) > at:
                 first[module] = at
-    keyed = []
-    for number, holding in enumerate(destinations):
-        for index, piece in enumerate(holding.pieces):
-            module = piece.tensor.rpartition(".")[0]
-            keyed += [(first[module], place[piece.name], rank, number, index) for rank in holding.ranks]
-    keyed.sort()
-    return [(rank, destinations[number].pieces[index]) for _, _, rank, number, index in keyed]
+    ranks = sorted((rank, number) for number, holding in enumerate(destinations) for rank in holding.ranks)
+    wanted = [(rank, piece) for rank, number in ranks for piece in destinations[number].pieces]
+    keys = [first[module_of(piece.tensor)] * len(place) + place[piece.name] for _, piece in wanted]
+    return [wanted[i] for i in sorted(range(len(wanted)), key=keys.__getitem__)]
 
 
 def _rounds(transfers: list[Transfer], bucket_bytes: int) -> list[list[Transfer]]:
