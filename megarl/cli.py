@@ -17,7 +17,7 @@ from megarl.config.root import SFTConfig, TrainConfig
 from megarl.config.summary import batch_table
 from megarl.errors import MegarlError
 from megarl.parallel.coordinates import ParallelSizes
-from megarl.parallel.versions import check_megatron, check_vllm
+from megarl.versions import check_megatron, check_vllm
 
 app = typer.Typer(
     add_completion=False,

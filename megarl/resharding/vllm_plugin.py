@@ -19,7 +19,7 @@ def register() -> None:
     Raises:
         MegarlError: this vLLM is not one whose reload the plugin knows.
     """
-    from megarl.parallel.versions import check_vllm
+    from megarl.versions import check_vllm
 
     check_vllm()
     from vllm import __version__ as vllm_version

@@ -17,10 +17,10 @@ import numpy as np
 from megarl.config.root import TrainConfig
 from megarl.errors import MegarlError
 from megarl.parallel import device
-from megarl.parallel.versions import check_vllm
 from megarl.rollout.engine import log_excerpt
 from megarl.rollout.frames import Reply, Request, decode, encode, frame, receive
 from megarl.types import Completion, Rollout
+from megarl.versions import check_vllm
 
 _CLOSE_SECONDS = 30.0
 _ERRORS = {"ValueError": ValueError, "MegarlError": MegarlError}
