@@ -28,6 +28,7 @@ FLOORS = {
     "csrc": 1,
     "parallel": 1,
     "observability": 1,
+    "versions": 1,
     "config": 0,
     "types": 0,
     "errors": 0,
@@ -49,10 +50,13 @@ FORBIDDEN = {
         [*DRIVER_FREE_OF, "megarl.rollout.handle", "megarl.rollout.start"],
         "the rollout driver is a process without Megatron",
     ),
-    "resharding/vllm_plugin.py": (
-        ["megatron", "megarl.parallel", "megarl.models", "megarl.training"],
-        "engine workers load it, and Megatron must not come along",
-    ),
+    **{
+        f"resharding/{stem}.py": (
+            ["megatron", "megarl.parallel", "megarl.models", "megarl.training", "megarl.resharding.megatron_layout"],
+            "engine workers load it, and Megatron must not come along",
+        )
+        for stem in "pieces plan audit transport shared_memory handshake vllm_layout vllm_reload vllm_plugin".split()
+    },
     "algorithms/": (
         ["torch.distributed", "megatron", "megarl.parallel", "vllm"],
         "algorithms are tensors in, tensors out: what is global comes in as an argument",

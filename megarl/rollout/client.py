@@ -195,7 +195,7 @@ class EngineClient:
             await self._changed.wait_for(lambda: not self._updating)
             if self._broken_update is not None:
                 raise MegarlError(
-                    f"{self.name} does not generate: its update to weight version {self._broken_update} did not end well"
+                    f"{self.name} does not generate: its update to weight version {self._broken_update} broke off"
                 )
             self._requests += 1
             self.pending_completions += completions
