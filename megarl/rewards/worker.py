@@ -171,7 +171,10 @@ def checked(values: Any, count: int) -> Scored | Refused:
 
 
 def _is_finite_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and math.isfinite(value)
+    try:
+        return isinstance(value, numbers.Real) and math.isfinite(value)
+    except OverflowError:  # 10**400 is no float
+        return False
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:

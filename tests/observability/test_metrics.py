@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from megarl.observability.metrics import Phases, rollout_metrics
@@ -25,6 +27,12 @@ def test_a_phase_that_raises_is_timed_and_the_error_passes():
     with pytest.raises(KeyError), phases("sync"):
         raise KeyError("engine")
     assert phases.seconds() == {"sync": 3.0}
+
+
+def test_failures_of_reward_functions_are_counted():
+    failed = [replace(rollout([0.0, 1.0], [2, 9]), events={"sums/timeouts": n, "sums/errors": 0}) for n in (1, 2)]
+    metrics = rollout_metrics(failed)
+    assert (metrics["reward/sums/timeouts"], metrics["reward/sums/errors"]) == (3.0, 0.0)
 
 
 def test_rollout_metrics_by_hand():

@@ -64,6 +64,7 @@ def test_wrong_values_are_told():
     assert "returned a dict with the keys ['score']" in checked([{"score": 1.0, "acc": 1.0}, 0.5], 2).message
     mixed = checked([{"score": 1.0, "acc": 2.0}, {"score": 0.0, "acc": float("inf")}], 2)
     assert mixed == Scored({"score": [1.0, 0.0], "acc": [2.0, 0.0]}, {1: "acc=inf, which is not a finite number"})
+    assert checked([10**400], 1).invalid[0].startswith("score=1000")
     assert checked(["x" * 500], 1).invalid[0].startswith("score='" + "x" * 119 + "...,")
 
 
