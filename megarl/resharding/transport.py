@@ -86,6 +86,8 @@ class Link:
 
         Raises RuntimeError, then or there, when a peer is gone.
         """
+        if self.group is None:
+            raise RuntimeError("this communicator was aborted")
         if self.backend == "nccl":
             self.group._start_coalescing(self.device)
             for peer, buffer in sends:
@@ -118,8 +120,10 @@ class Link:
 
     def abort(self) -> None:
         """Break the communicator: every member's pending and later calls fail at once instead of waiting."""
-        with contextlib.suppress(RuntimeError):  # already broken from the other side
-            self.group.abort()
+        if self.backend == "nccl" and self.group is not None:
+            with contextlib.suppress(RuntimeError):  # already broken from the other side
+                self.group.abort()
+        self.group = None  # gloo closes its connections when the group goes; its own abort() leaves them open
 
 
 def nbytes(transfers: Iterable[Transfer]) -> int:

@@ -112,7 +112,7 @@ class ReplayDriver:
     def init_weight_transfer(self, init_infos: list[dict[str, Any]]) -> Done:
         return Done()
 
-    def begin_sync(self, version: int) -> Done:
+    def begin_sync(self, version: int, digests: list[str], audited: bool) -> Done:
         return Done()
 
     def sleep(self) -> None:

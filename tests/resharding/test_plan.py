@@ -22,7 +22,7 @@ def _cut(size: int, cuts: list[float]) -> list[tuple[int, int]]:
 
 @st.composite
 def layouts(draw, shapes: dict[str, tuple[int, ...]], first_rank: int, copies: int):
-    """Holdings that tile every tensor: random cuts, random ranks, fused into one local tensor a rank in random order."""
+    """Holdings that tile every tensor: random cuts on random ranks, in two fused local tensors each, in any order."""
     ranks = draw(st.integers(1, 3))
     tiles: dict[int, list] = {rank: [] for rank in range(ranks)}
     fractions = st.lists(st.floats(0.1, 0.9), max_size=2)

@@ -1,5 +1,6 @@
 """Piecewise installation into a processed model leaves what a reload through vLLM's own loader leaves, bit for bit."""
 
+import pytest
 import torch
 
 from tests.parallel_utils import run_ranks
@@ -41,6 +42,10 @@ def _installed(folder: str, new: str, computed: str | None):
         installation.finish(config.model_config)
         installed = _kernel_tensors(model)
         sums = torch.stack([checksum(p.of(tensors[p.name]), p.box, torch.float32) for p in layout.pieces])
+        guard = vllm_reload.HalfInstalled(model)
+        guard.begin(7)
+        with pytest.raises(RuntimeError, match="update to weight version 7 .* does not generate"):
+            model(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long))
         different = lambda a, b: [n for n in a if not torch.equal(a[n], b[n])]  # noqa: E731
         return dict(
             changed=len(different(before, loaded)),

@@ -150,7 +150,7 @@ def test_engine_killed_then_driver_killed(tiny_config, tmp_path):
         for pid, _ in naming(f"{tmp_path}/s/engine_1.sock") - naming("megarl.supervisor"):
             os.kill(pid, signal.SIGKILL)
         assert len(driver.collect(8, step=1)) == 8
-        pending = driver.begin_sync(1)
+        pending = driver.begin_sync(1, ["", ""], audited=True)
         with pytest.raises(MegarlError, match=r"engine 1 died \(exit status 137\)[\s\S]*logs/engine_1.log"):
             pending.wait_until_started()
         kill_and_expect_nothing_left(driver, tree, tmp_path)

@@ -25,7 +25,7 @@ def test_replay_gives_back_every_step(recorded, tiny_config, tmp_path):
         for step in (2, 0, 1):
             assert same(driver.collect(8, step), rollouts[step])
         assert (driver.num_engines, driver.engine_world_sizes, driver.validate(0)) == (0, [], {})
-        pending = driver.begin_sync(1)
+        pending = driver.begin_sync(1, [], audited=True)
         pending.wait_until_started()
         assert pending.result() is None
 
