@@ -19,7 +19,8 @@ import torch
 from megarl.resharding.pieces import Box, Piece, TensorMeta
 from megarl.resharding.plan import Plan
 
-_CHUNK = 1 << 18  # elements widened to 64 bits at a time: stays in a core's cache
+# Elements widened to 64 bits at a time: half a MiB stays in a core's cache, 32 MiB keeps a GPU busy.
+_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
 _SALTS = (0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0)  # digits of pi
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -58,7 +59,7 @@ def checksum(values: torch.Tensor, box: Box, dtype: torch.dtype) -> torch.Tensor
     """
     rows = values.shape[0]
     per_row = values.numel() // rows
-    step = max(1, _CHUNK // max(per_row, 1))
+    step = max(1, _CHUNK[values.device.type] // max(per_row, 1))
     factors = [odd(d, start, stop, values.device) for d, (start, stop) in enumerate(box)]
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     integers = _INTEGERS[dtype.itemsize]
@@ -66,7 +67,8 @@ def checksum(values: torch.Tensor, box: Box, dtype: torch.dtype) -> torch.Tensor
         part = values[first : first + step].to(dtype).contiguous().view(integers).to(torch.int64)
         for factor in reversed(factors[1:]):
             part = part.mul_(factor).sum(-1)
-        total += (part * factors[0][first : first + step]).sum()
+        total += part.mul_(factors[0][first : first + step]).sum()
+        del part  # before the next one is made
     return total
 
 

@@ -137,6 +137,7 @@ def register() -> None:
                 dtypes = [
                     staged[name].dtype if name in staged else getattr(torch, self.layout.dtypes[name]) for name in names
                 ]
+                values = None
                 for take, values in zip(
                     takes, transport.unpack([take.sizes for take in takes], dtypes, buffer), strict=True
                 ):
@@ -144,6 +145,7 @@ def register() -> None:
                         take.view(staged[take.tensor]).copy_(values)
                     else:
                         installation.write(take, values)
+                del buffer, values
             sums = installation.sums
             if staged:
                 if audited:
@@ -172,22 +174,20 @@ def register() -> None:
 
         def _buffers(self) -> Iterator[tuple[list, torch.Tensor]]:
             """(takes, buffer) of each round; the next buffer is on its way while one is being installed."""
-            program = self.program
-            pending = None
-            forwarding = []
-            for number in range(len(program.rounds) + 1):
-                following = self._post(number) if number < len(program.rounds) else None
-                if pending is not None:
-                    takes, buffer, wait = pending
-                    wait()
-                    if self.downstream is not None:
-                        for sent in forwarding:
-                            sent()
-                        forwarding = [self.downstream.exchange(sends=[(self.downstream_peer, buffer)])]
-                    yield takes, buffer if buffer.device == self.device else buffer.to(self.device)
-                pending = following
-            for sent in forwarding:
-                sent()
+            last = len(self.program.rounds) - 1
+            following = self._post(0) if last >= 0 else None
+            for number in range(last + 1):
+                takes, buffer, wait = following
+                following = self._post(number + 1) if number < last else None
+                wait()
+                del wait  # it holds the buffer too, and two buffers are the limit
+                sent = None
+                if self.downstream is not None:
+                    sent = self.downstream.exchange(sends=[(self.downstream_peer, buffer)])
+                yield takes, buffer if buffer.device == self.device else buffer.to(self.device)
+                if sent is not None:
+                    sent()
+                del buffer, sent
 
         def _post(self, number: int):
             step = self.program.rounds[number]

@@ -26,6 +26,7 @@ FAMILIES = {
     "qwen2-tied": lambda: Qwen2Config(**SHAPE, vocab_size=128, tie_word_embeddings=True),
     "qwen2-untied": lambda: Qwen2Config(**SHAPE, vocab_size=131, tie_word_embeddings=False),
     "llama": lambda: LlamaConfig(**SHAPE, vocab_size=3001, tie_word_embeddings=False),
+    "llama-wide": lambda: LlamaConfig(**SHAPE, vocab_size=30001, tie_word_embeddings=False),  # 15 MiB tensors
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **SHAPE,
         head_dim=32,

@@ -1,9 +1,10 @@
-"""A vLLM plugin that breaks things inside an engine's workers, when a file says so.
+"""A vLLM plugin that breaks or measures things inside an engine's workers, when a file says so.
 
 `install(folder, monkeypatch)` puts it on PYTHONPATH as a distribution with an entry point, so that vLLM loads it in
 each of its processes, before megarl's; `choose(fault)` picks the fault of the syncs that follow.
 """
 
+import json
 import os
 from pathlib import Path
 
@@ -17,12 +18,18 @@ def install(folder: Path, monkeypatch) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: megarl-faults\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(_ENTRY_POINTS)
     (folder / "megarl_faults.py").write_text(Path(__file__).read_text())
+    (folder / "megarl_memory.py").write_text((Path(__file__).parents[1] / "memory.py").read_text())
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
     monkeypatch.setenv(_FILE, str(folder / "fault"))
 
 
 def choose(fault: str) -> None:
     Path(os.environ[_FILE]).write_text(fault)
+
+
+def measured() -> dict[str, int]:
+    """What "measure" found at the last sync, in bytes."""
+    return json.loads(Path(os.environ[_FILE]).with_suffix(".json").read_text())
 
 
 def register() -> None:
@@ -58,3 +65,44 @@ def register() -> None:
         write(self, take, values)
 
     vllm_reload.Installation.write = write_unless_chosen
+    _measure(vllm_reload, chosen)
+
+
+def _measure(vllm_reload, chosen) -> None:
+    """The fault "measure": peaks of an installation, without and with what vLLM's processing of a module takes."""
+    import msgspec
+    from megarl_memory import AllocationMeter
+
+    meter = AllocationMeter()
+    construct, process, finish = (
+        vllm_reload.Installation.__init__,
+        vllm_reload._layerwise_process,
+        vllm_reload.Installation.finish,
+    )
+
+    def constructed(self, *args, **kwargs):
+        if chosen("measure"):
+            meter.start()
+        construct(self, *args, **kwargs)
+
+    def processed(layer, info):
+        if not chosen("measure"):
+            return process(layer, info)
+        meter.stop()
+        with_processing = meter.peak
+        meter.start()
+        process(layer, info)
+        meter.stop()
+        meter.peak, meter.peak_with_processing = with_processing, max(meter.peak, with_processing)
+        meter.start()
+
+    def finished(self, *args):
+        if chosen("measure"):
+            meter.stop()
+            found = {"peak": meter.peak, "peak_with_processing": meter.peak_with_processing}
+            Path(os.environ[_FILE]).with_suffix(".json").write_bytes(msgspec.json.encode(found))
+        finish(self, *args)
+
+    vllm_reload.Installation.__init__ = constructed
+    vllm_reload._layerwise_process = processed
+    vllm_reload.Installation.finish = finished

@@ -52,7 +52,7 @@ def _sync_all(config, run_dir: str, names: list[str], news: list[str], expected:
     """Every layout's weights into the same engines; returns rank 0's findings per layout."""
     found = {}
     world = torch.distributed.get_world_size()
-    _, layout = None, layouts.join(ParallelSizes(world), sequence_parallel=False, seed=0)
+    layout = layouts.join(ParallelSizes(world), sequence_parallel=False, seed=0)
     with start_driver(config, Path(run_dir), layout.is_first) as driver:
         driver.wait_until_ready(print)
         for number, (name, new, want) in enumerate(zip(names, news, expected, strict=True)):
@@ -104,3 +104,12 @@ def test_into_a_tensor_parallel_engine_through_shared_memory(tiny_config, tmp_pa
     rollout = {"tensor_model_parallel_size": 2}
     found = run("qwen2-untied", ["TP2", "PP2"], 2, tiny_config, tmp_path, rollout, transport="shared_memory")
     assert found["TP2", "planned"]["upstream"] == ["memory"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine_tp", [1, 2])
+@pytest.mark.parametrize("family", ["qwen2-tied", "qwen2-untied", "llama", "qwen3_moe"])
+def test_every_layout_into_every_engine(family, engine_tp, tiny_config, tmp_path):
+    """On four ranks, so that every layout has data-parallel copies that share the sending."""
+    names = [name for name in LAYOUTS if family == "qwen3_moe" or not {"ep", "etp"} & set(LAYOUTS[name])]
+    run(family, names, 4, tiny_config, tmp_path, {"tensor_model_parallel_size": engine_tp})

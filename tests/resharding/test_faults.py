@@ -13,6 +13,7 @@ from megarl.resharding import transport
 from megarl.resharding.bridge import Bridge
 from megarl.resharding.parity import Parity
 from megarl.rollout.start import start_driver
+from tests.memory import AllocationMeter
 from tests.parallel_utils import run_ranks
 from tests.resharding import fault_plugin
 from tests.resharding.engine_families import SEQUENCES, checkpoint
@@ -130,6 +131,37 @@ def _with_faults(config, sizes: dict, old: str, new: str, run_dir: str, in_train
             torch.distributed.barrier()
         fault_plugin.choose("none")
     return found
+
+
+def _measured_sync(config, new: str, run_dir: str, transport_name: str):
+    """(rank's peak, engine's peaks, largest raw module) in bytes of an audited sync in buckets of 4 MiB."""
+    model, layout = sharded(new, ParallelSizes(2, tp=2))
+    with start_driver(config, Path(run_dir), layout.is_first) as driver:
+        driver.wait_until_ready(print)
+        bridge = Bridge(model, layout, SyncConfig(bucket_size_mib=4, transport=transport_name), driver)
+        fault_plugin.choose("none")
+        bridge.connect()
+        bridge.sync(version=1)  # the audit's factors are made once and kept
+        fault_plugin.choose("measure")
+        with AllocationMeter() as meter:
+            bridge.sync(version=2)
+        fault_plugin.choose("none")
+    return meter.peak, fault_plugin.measured() if layout.is_first else None
+
+
+def test_peak_memory_of_a_sync(tiny_config, tmp_path, monkeypatch):
+    """Two buckets on a trainer rank; two buckets and the largest raw module on an engine."""
+    fault_plugin.install(tmp_path / "plugin", monkeypatch)
+    old, new = (checkpoint("llama-wide", tmp_path / str(seed), seed) for seed in (0, 1))
+    config = tiny_config(
+        {"actor": {"model": {"path": str(old), "dtype": "float32"}}, "data": {"max_prompt_length": 24}}
+    )
+    bucket, module, slack = 4 << 20, 30_016 * 128 * 4, 1 << 19
+    ranks = run_ranks(_measured_sync, 2, config, str(new), str(tmp_path / "run"), "gloo", timeout_seconds=200)
+    engine = ranks[0][1]
+    print({"ranks": [peak for peak, _ in ranks], "engine": engine})
+    assert all(bucket < peak <= 2 * bucket + slack for peak, _ in ranks)
+    assert module < engine["peak"] <= 2 * bucket + module + slack
 
 
 @pytest.fixture
