@@ -29,7 +29,7 @@ from megarl.resharding.gathered import gather
 from megarl.resharding.megatron_layout import ShardedModel
 from megarl.resharding.parity import Parity
 from megarl.resharding.pieces import Holding, TensorMeta, buckets
-from megarl.resharding.plan import Plan, Sources, group_by, make_plan, whole
+from megarl.resharding.plan import Plan, Sources, group_by, make_plan, no_garbage_collection, whole
 from megarl.resharding.shared_memory import SharedWriter
 from megarl.resharding.vllm_layout import EngineLayout
 
@@ -220,6 +220,7 @@ class Bridge:
             return setup
         return msgspec.json.decode(bytes(broadcast_from_first(None, torch.uint8).numpy()), type=_Setup)
 
+    @no_garbage_collection()
     def _plan(self, setup: _Setup) -> None:
         """One plan for each distinct engine; the same on every rank, without exchange."""
         sources = Sources(self.model.holdings)

@@ -17,7 +17,6 @@ from megarl.models.weights import SPELLINGS, Copy, Entry, Experts, FusedQKV, Gat
 from megarl.parallel.coordinates import ParallelSizes
 from megarl.parallel.layout import Layout
 from megarl.resharding.pieces import Box, Holding, Piece, TensorMeta
-from megarl.resharding.plan import no_garbage_collection
 
 Shape = tuple[int, ...]
 
@@ -197,7 +196,6 @@ class _Model:
         return found
 
 
-@no_garbage_collection()
 def holdings(
     table: WeightTable, checkpoint_shapes: dict[str, Shape], sizes: ParallelSizes, spelling: Spelling
 ) -> list[Holding]:

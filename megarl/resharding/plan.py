@@ -56,7 +56,6 @@ class Plan:
         return (transfer for transfers in self.rounds for transfer in transfers)
 
     @cached_property
-    @no_garbage_collection()
     def digest(self) -> str:
         """Equal digests: equal plans."""
         names, numbers = [], array("q")
@@ -153,7 +152,6 @@ def whole(name: str, shape: tuple[int, ...], tensor: str | None = None) -> Piece
 class Sources:
     """Where each box of each checkpoint tensor can be had: the boxes, and the holders of exactly each of them."""
 
-    @no_garbage_collection()
     def __init__(self, holdings: Iterable[Holding]):
         found: dict[str, dict[Box, list[tuple[tuple[int, ...], Piece]]]] = {}
         for holding in holdings:
@@ -213,7 +211,7 @@ def make_plan(
         destinations: who is to hold what; each of a holding's ranks gets its own copy.
         metas: every checkpoint tensor as it travels, in the order in which sources would rather read.
         bucket_bytes: what a process sends or receives in one round at most; None: everything in one round.
-        distance: how far a source is from a destination; left out, all are equally near.
+        distance: how far a source is from a destination; left out, its own tensors are nearest and all others equal.
 
     Raises:
         ValueError: the sources do not hold what a destination asks for.
@@ -237,7 +235,7 @@ def make_plan(
 
 def _nearest(distance: Distance | None, ranks: tuple[int, ...], destination: int) -> tuple[int, list[int]]:
     """(how far the nearest of these ranks are, which they are, in ascending order)."""
-    far = [0 if distance is None else distance(rank, destination) for rank in ranks]
+    far = [rank != destination if distance is None else distance(rank, destination) for rank in ranks]
     return min(far), sorted(rank for rank, away in zip(ranks, far) if away == min(far))
 
 
