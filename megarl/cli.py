@@ -73,11 +73,19 @@ def _check_model(path: str, config, transformer_impl: str) -> None:
 
 def _check_models(config: TrainConfig) -> None:
     from megarl.models import hf_files, supported
+    from megarl.training.check import check
 
     model, rollout = config.actor.model, config.rollout
     _check_model(model.path, config, model.transformer_impl)
-    if config.ref.model_path and algorithms.get(config.algorithm.name).needs(config.algorithm).reference:
-        _check_model(config.ref.model_path, config, model.transformer_impl)
+    needs = algorithms.get(config.algorithm.name).needs(config.algorithm)
+    check(config, needs)
+    for path, loaded in [
+        (config.ref.model_path, needs.reference),
+        (config.critic.model_path, needs.critic),
+        (config.reward_model.path, True),
+    ]:
+        if path and loaded:
+            _check_model(path, config, model.transformer_impl)
     if not rollout.replay_dir:
         hf = hf_files.load_config(model.path)
         supported.check_engine(hf, rollout.tensor_model_parallel_size, config.max_sequence_length)

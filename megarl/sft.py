@@ -48,6 +48,7 @@ def sft(config: SFTConfig, quiet: bool = False) -> None:
                 metrics = policy.update(
                     batch.with_(token_weights=weights), negative_log_likelihood, config.max_token_len_per_gpu
                 )
+                del metrics["tokens"]
             report.sft_step(step, metrics, phases.seconds())
             if heldout and config.trainer.test_freq and step % config.trainer.test_freq == 0:
                 exact = exact_match(policy, heldout, layout, config.max_token_len_per_gpu)

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch
+
 from megarl import algorithms
 from megarl.config.root import TrainConfig
 from megarl.evaluation import heldout_metrics
@@ -9,12 +11,15 @@ from megarl.observability.metrics import Phases
 from megarl.observability.report import Reporter
 from megarl.parallel import device
 from megarl.parallel import layout as layouts
+from megarl.parallel.collectives import broadcast_from_first
 from megarl.resharding.bridge import Bridge
 from megarl.resharding.parity import Parity
 from megarl.rollout.start import start_driver
-from megarl.training import distribute as distribution
+from megarl.training.check import check
+from megarl.training.course import Course
 from megarl.training.policy import Policy
-from megarl.training.steps import update, with_logprobs
+from megarl.training.roles import Roles, load_roles
+from megarl.training.steps import distribute, score, update, with_statistics
 
 
 def train(config: TrainConfig, quiet: bool = False) -> None:
@@ -26,48 +31,49 @@ def train(config: TrainConfig, quiet: bool = False) -> None:
         ValueError: the configuration, a model, a dataset or a reward function is wrong.
         MegarlError: an engine or the rollout driver died, or the training diverged.
     """
+    algorithm = algorithms.get(config.algorithm.name)
+    needs = algorithm.needs(config.algorithm)
+    check(config, needs)
     layout = layouts.initialize(config.parallel, config.trainer.seed)
     run_dir = Path(config.trainer.output_dir)
     report = Reporter(config, run_dir, speaks=layout.is_first, quiet=quiet)
     with report, start_driver(config, run_dir, on_rank_0=layout.is_first) as driver:
-        algorithm = algorithms.get(config.algorithm.name)
-        actor = Policy(
-            config.actor.model, layout, config.rollout.temperature, config.actor.optim, config.optimizer_steps
-        )
-        reference = load_reference(config, algorithm, layout)
+        roles = load_roles(config, needs, layout)
+        actor = roles.actor
         bridge = open_bridge(config, layout, actor, driver)
         driver.wait_until_ready(report.note)
         bridge.connect()
         bridge.sync(version=0)  # the engines then hold the trainer's bytes, whatever dtype the files had
+        course = Course(algorithm, config, num_prompts(driver, layout))
         phases = Phases(device.now)
 
         if config.trainer.val_before_train:
-            validate(0, driver, report)
+            validate(0, driver, roles, report, config)
         for step in range(1, config.trainer.total_steps + 1):
             phases.reset()
             with phases("generate"):
-                rollouts = driver.collect(config.data.train_batch_size, step)
+                rollouts = driver.collect(config.data.train_batch_size, step, needs.greedy_baseline)
                 driver.sleep()
+            with phases("score"):
+                rollouts = score(rollouts, roles)
             with phases("distribute"):
-                batch = distribution.distribute(
-                    rollouts, layout, config.actor.ppo_mini_batch_size, config.trainer.seed, step
-                )
+                batch = distribute(course.chosen(rollouts), layout, needs, config, step)
             with phases("logprobs"):
-                batch, agreement = with_logprobs(batch, actor, reference, config, step)
+                batch, agreement = with_statistics(batch, roles, needs, config, step)
             with phases("advantages"):
-                batch = algorithm.advantages(batch, config.algorithm, actor.sum_over_dp)
+                batch, objective = course.advantages(batch, actor.sum_over_dp, step)
             with phases("update"):
-                metrics = update(batch, actor, algorithm, config, step)
+                metrics = update(batch, roles, algorithm, needs, config, step)
             with phases("sync"):
                 driver.wake_up()
                 delivery = bridge.sync(version=step)
-            report.step(step, rollouts, metrics | agreement | delivery, phases.seconds())
+            report.step(step, rollouts, objective | metrics | agreement | delivery, phases.seconds())
             last = step == config.trainer.total_steps
             if due(step, config.trainer.test_freq) or (last and config.trainer.test_freq):
-                validate(step, driver, report)
+                validate(step, driver, roles, report, config)
             if due(step, config.trainer.save_freq) and not last:
-                actor.export(run_dir / "checkpoints" / f"step_{step:06d}", report.note)
-        actor.export(run_dir / "model", report.note)
+                save(roles, run_dir / "checkpoints" / f"step_{step:06d}", report)
+        save(roles, run_dir / "model", report)
     layouts.shutdown()
 
 
@@ -76,12 +82,10 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def load_reference(config: TrainConfig, algorithm, layout) -> Policy | None:
-    """The frozen reference, where the algorithm asks for one."""
-    if not algorithm.needs(config.algorithm).reference:
-        return None
-    model = config.actor.model.model_copy(update={"path": config.ref.model_path or config.actor.model.path})
-    return Policy(model, layout, config.rollout.temperature)
+def num_prompts(driver, layout) -> int:
+    """Training prompts, as rank 0's driver has counted them. Collective."""
+    known = torch.tensor([driver.dataset_sizes["train"]]) if layout.is_first else None
+    return int(broadcast_from_first(known, torch.int64))
 
 
 def open_bridge(config: TrainConfig, layout, actor: Policy, driver) -> Bridge:
@@ -94,8 +98,17 @@ def open_bridge(config: TrainConfig, layout, actor: Policy, driver) -> Bridge:
     return Bridge(actor.sharded, layout, config.sync, driver, parity)
 
 
-def validate(step: int, driver, report: Reporter) -> None:
+def validate(step: int, driver, roles: Roles, report: Reporter, config: TrainConfig) -> None:
     """Greedy and sampled completions of the held-out prompts."""
     validated = driver.validate(step)
-    if validated:
+    if roles.reward_model is not None and config.data.val_files and not config.rollout.replay_dir:
+        validated = {kind: score(validated.get(kind), roles) for kind in ("sampled", "greedy")}
+    if validated.get("sampled"):
         report.heldout(step, heldout_metrics(validated))
+
+
+def save(roles: Roles, folder: Path, report: Reporter) -> None:
+    """The policy as a Hugging Face checkpoint, and beside it the critic."""
+    roles.actor.export(folder, report.note)
+    if roles.critic is not None:
+        roles.critic.export(folder.with_name(f"{folder.name}_critic"), report.note)

@@ -53,6 +53,7 @@ class Rollout:
     rewards: dict[str, np.ndarray]  # each reward function's own score, [n] float64, and "<function>/<extra key>"
     texts: list[str]  # n, decoded without special tokens; for reward functions and tables only
     events: dict[str, int] = field(default_factory=dict)  # "<function>/timeouts", ...: completions it failed on
+    baseline: Rollout | None = None  # the greedy completion of the same prompt, for algorithms that ask for it
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Batch:
     rollout_logprobs: torch.Tensor | None = None  # [N] float32, the engine's; 0 where loss_mask is 0
     logprobs: torch.Tensor | None = None  # [N] float32, the policy's before the update ("old")
     ref_logprobs: torch.Tensor | None = None  # [N] float32
+    ref_hidden: torch.Tensor | None = None  # [N, H] the reference's last hidden states, for the exact KL
     full_kl: torch.Tensor | None = None  # [N] float32, exact KL(policy before the update || reference) at each token
     values: torch.Tensor | None = None  # [N] float32, the critic's, before the update, of the state before the token
     reward_kl: torch.Tensor | None = None  # [N] float32, the KL that the reward was charged for, before its coefficient

@@ -78,7 +78,7 @@ def tiny_config(tiny_checkpoint, tmp_path_factory):
             "algorithm": {"name": "grpo"},
         }
         for section, values in (changes or {}).items():
-            sections[section] = sections[section] | values
+            sections[section] = sections.get(section, {}) | values if isinstance(values, dict) else values
         return TrainConfig.model_validate(sections)
 
     return make

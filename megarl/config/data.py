@@ -55,3 +55,19 @@ class SFTDataConfig(Section):
 
     _files = field_validator("train_files", "val_files", mode="before")(_as_files)
     _no_val_weights = field_validator("val_files")(_without_weights)
+
+
+class PairDataConfig(Section):
+    train_files: list[DataFile] = key(..., "Training files, as in data.train_files of `megarl train`.", min_length=1)
+    val_files: list[DataFile] = key([], "Held-out files.")
+    prompt_key: str = key("prompt", "Column with the prompt: chat messages, or plain text.")
+    chosen_key: str = key("chosen", "Column with the better answer: a text, or a list of one assistant message.")
+    rejected_key: str = key("rejected", "Column with the worse answer, in the same forms.")
+    train_batch_size: int = key(..., "Pairs per optimizer step, over all data-parallel ranks.", gt=0)
+    max_length: int = key(1024, "Longest prompt and answer together, in tokens.", gt=0)
+    truncation: Literal["error", "left"] = key(
+        "error", "What to do with a longer one: refuse the dataset, or keep its last max_length tokens."
+    )
+
+    _files = field_validator("train_files", "val_files", mode="before")(_as_files)
+    _no_val_weights = field_validator("val_files")(_without_weights)

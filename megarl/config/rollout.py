@@ -58,7 +58,7 @@ class OverlongBufferConfig(Section):
 
 class RewardConfig(Section):
     functions: list[RewardFunction] = key(
-        ..., "Reward functions: a name, a list of names, or a list of {name, weight}.", min_length=1
+        [], "Reward functions: a name, a list of names, or a list of {name, weight}. None: only reward_model scores."
     )
     num_workers: int = key(2, "Processes that call reward functions; started when there is work for them.", gt=0)
     timeout_seconds: float = key(
@@ -112,7 +112,9 @@ class SyncConfig(Section):
         "Way to the engines. shared_memory and cuda_ipc: in memory, through the trainer rank beside the worker; gloo "
         "and nccl: over the network. auto: gloo on the CPU, cuda_ipc on GPUs.",
     )
-    fan_out: bool = key(True, "Engines laid out alike pass the weights on to each other; false: the trainer serves each.")
+    fan_out: bool = key(
+        True, "Engines laid out alike pass the weights on to each other; false: the trainer serves each."
+    )
     bucket_size_mib: int = key(256, "Largest transfer at once; bounds the extra memory of a sync.", gt=0)
     port: int = key(0, "TCP port on which rank 0 meets the engine workers; 0 takes a free one.", ge=0, le=65535)
     audit: Literal["every", "off"] | PositiveInt = key(

@@ -38,5 +38,8 @@ class RunConfig(Section):
 class TrainerConfig(RunConfig):
     """What online training has beyond that."""
 
+    critic_warmup: int = key(
+        0, "Steps at the start in which only the critic learns; for algorithms with a critic.", ge=0
+    )
     val_before_train: bool = key(True, "Also validate before the first step.")
     sample_table_freq: int = key(20, "Print a table of sample completions every so many steps; 0 never does.", ge=0)

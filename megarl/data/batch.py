@@ -38,6 +38,7 @@ def from_rollouts(rollouts: list[Rollout]) -> Batch:
     prompts = [r.prompt.token_ids for r in rollouts for _ in r.completions]
     group_ids = torch.tensor([g for g, r in enumerate(rollouts) for _ in r.completions])
     lengths = torch.tensor([len(p) + len(c.token_ids) for p, c in zip(prompts, completions, strict=True)])
+    baselines = [r.baseline.scores[0] for r in rollouts if r.baseline is not None for _ in r.completions]
     return Batch(
         tokens=_packed(prompts, [c.token_ids for c in completions], np.int64, None),
         position_ids=positions(lengths),
@@ -50,6 +51,7 @@ def from_rollouts(rollouts: list[Rollout]) -> Batch:
         num_groups=len(rollouts),
         num_sequences=len(completions),
         scores=torch.from_numpy(np.concatenate([r.scores for r in rollouts]).astype(np.float32)),
+        baseline_scores=torch.tensor(baselines, dtype=torch.float32) if baselines else None,
     )
 
 
@@ -97,8 +99,9 @@ def select(batch: Batch, rows: torch.Tensor) -> Batch:
 
 def placeholder(batch: Batch) -> Batch:
     """One masked token with weight zero: what a rank without a share runs, so that it joins the collectives."""
-    one, zero = torch.ones(1), torch.zeros(1, dtype=torch.int64)
-    filled = {name: one * 0 for name in _PER_TOKEN | _SCORES if getattr(batch, name) is not None}
+    zero = torch.zeros(1, dtype=torch.int64)
+    present = {name: getattr(batch, name) for name in _PER_TOKEN | _SCORES if getattr(batch, name) is not None}
+    filled = {name: value.new_zeros(1, *value.shape[1:]) for name, value in present.items()}
     return batch.with_(
         **filled
         | dict(tokens=zero, position_ids=zero, weight_version=zero - 1, cu_seqlens=cumulative(zero + 1))

@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 from types import ModuleType
 
-_SHARED = {"attention", "build", "dense", "hf_files", "supported", "weights"}
+_SHARED = {"attention", "build", "dense", "heads", "hf_files", "supported", "weights"}
 
 
 def names() -> list[str]:

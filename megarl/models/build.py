@@ -17,6 +17,7 @@ from megarl import models
 from megarl.config.model import ModelConfig
 from megarl.models.attention import PackedAttention
 from megarl.models.dense import head_dim
+from megarl.models.heads import ValueHead
 from megarl.models.supported import check
 from megarl.parallel import device
 from megarl.parallel.layout import Layout
@@ -141,13 +142,15 @@ def transformer_config(hf: PretrainedConfig, model: ModelConfig, layout: Layout,
     return TransformerConfig(**fields | overrides)
 
 
-def build(hf: PretrainedConfig, model: ModelConfig, layout: Layout) -> torch.nn.Module:
+def build(hf: PretrainedConfig, model: ModelConfig, layout: Layout, value_head: bool = False) -> torch.nn.Module:
     """The model of this rank, randomly initialised, on this rank's device: a PackedGPTModel, or with several chunks on
     each pipeline stage (VPP) a ModuleList of them. Collective where embeddings are tied over pipeline stages.
 
     A chunk's forward: input_ids and position_ids [1, N], packed_seq_params from `pack_sequences` -> logits
     [1, N, V_padded / tp], or before the last stage hidden states [N, 1, H] (N / tp under sequence parallelism), which
     the next chunk takes by `set_input_tensor`.
+
+    With `value_head`, a `heads.ValueHead` takes the place of the output layer: one value per token, [1, N, 1] fp32.
     """
     sizes = layout.sizes
     check(hf, sizes, model.transformer_impl)
@@ -171,12 +174,14 @@ def build(hf: PretrainedConfig, model: ModelConfig, layout: Layout) -> torch.nn.
                 pre_process=(pp_rank, chunk) == (0, 0),
                 post_process=(pp_rank, chunk) == (sizes.pp - 1, sizes.vpp - 1),
                 parallel_output=True,
-                share_embeddings_and_output_weights=hf.tie_word_embeddings,
+                share_embeddings_and_output_weights=hf.tie_word_embeddings and not value_head,
                 pg_collection=layout.groups,
                 vp_stage=vp_stage,
                 rotary=rotary,
             )
         )
+    if value_head and chunks[-1].post_process:
+        chunks[-1].output_layer = ValueHead(config, layout.groups.tp)
     whole = torch.nn.ModuleList(chunks) if sizes.vpp > 1 else chunks[0]
     for name, parameter in whole.named_parameters():
         if ".mlp.experts." in name:

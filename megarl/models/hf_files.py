@@ -3,7 +3,9 @@
 import json
 import shutil
 import struct
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -126,12 +128,12 @@ class Checkpoint:
         return self._slice(name)[tuple(slice(start, stop) for start, stop in box)]
 
 
-def write_side_files(source: str, folder: Path, dtype: torch.dtype) -> None:
-    """Copy what belongs to a checkpoint besides its tensors: config.json (with `dtype`), tokenizer, templates."""
+def write_side_files(source: str, folder: Path, dtype: torch.dtype, changes: Mapping[str, Any]) -> None:
+    """Copy what belongs to a checkpoint besides its tensors: config.json (with `dtype` and `changes`), tokenizer."""
     origin = resolve(source)
     config = json.loads((origin / "config.json").read_text())
     config.pop("torch_dtype", None)
-    config["dtype"] = str(dtype).removeprefix("torch.")
+    config |= {"dtype": str(dtype).removeprefix("torch."), **changes}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for name in SIDE_FILES:
         if (origin / name).is_file():

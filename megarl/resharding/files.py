@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 
 from megarl import models
 from megarl.models import hf_files
-from megarl.models.weights import Vocabulary
+from megarl.models.weights import Vocabulary, WeightTable
 from megarl.parallel import device
 from megarl.parallel.layout import Layout
 from megarl.resharding import transport
@@ -27,21 +28,37 @@ FILES = -1  # the source of a load: not a rank
 _DERIVED = (".rotary_emb.inv_freq", ".attn.masked_bias")
 
 
-def load(model: torch.nn.Module, path: str, layout: Layout) -> ShardedModel:
+def load(
+    model: torch.nn.Module,
+    path: str,
+    layout: Layout,
+    table: WeightTable | None = None,
+    fresh: Mapping[str, tuple[int, ...]] = {},
+) -> ShardedModel:
     """Fill a freshly built model from a Hugging Face checkpoint; no rank reads a byte that it does not hold.
+
+    Args:
+        model: from `build`.
+        path: the checkpoint.
+        layout: of the ranks.
+        table: of a model that is not the family's own, such as one with a value head; tensors that only the family's
+            table speaks of are then left in the files.
+        fresh: shapes of tensors that the checkpoint may lack; those that it lacks stay as they were built.
 
     Raises:
         ValueError: a tensor is missing, has no place in the model, or has another shape than config.json says.
     """
     hf = hf_files.load_config(path)
     checkpoint = hf_files.Checkpoint(path)
-    table = models.get(hf.model_type).weight_table(hf)
+    own_table = models.get(hf.model_type).weight_table(hf)
+    table = table or own_table
     names = checkpoint_names(table)
-    _check_names(names, checkpoint.names, hf, path)
+    fresh = {name: shape for name, shape in fresh.items() if name not in checkpoint.names}
+    _check_names([name for name in names if name not in fresh], checkpoint.names, checkpoint_names(own_table), hf, path)
     sharded = ShardedModel(
         layout=layout,
         table=table,
-        checkpoint_shapes={name: checkpoint.shape(name) for name in names},
+        checkpoint_shapes={name: fresh.get(name) or checkpoint.shape(name) for name in names},
         tensors=dict(model.named_parameters()),
     )
     sharded.check_covered()
@@ -51,22 +68,23 @@ def load(model: torch.nn.Module, path: str, layout: Layout) -> ShardedModel:
     for name in sharded.padded:
         # Rows past the vocabulary are in no softmax; weight decay must see zeros there.
         sharded.tensors[name].detach().zero_()
-    on_disk = Holding((FILES,), [whole(meta.name, meta.shape) for meta in sharded.metas])
-    metas = {meta.name: meta for meta in sharded.metas}
-    for transfer in make_plan(Sources([on_disk]), [Holding((layout.rank,), sharded.pieces)], metas):
+    metas = {meta.name: meta for meta in sharded.metas if meta.name not in fresh}
+    on_disk = Holding((FILES,), [whole(meta.name, meta.shape) for meta in metas.values()])
+    wanted = Holding((layout.rank,), [piece for piece in sharded.pieces if piece.name in metas])
+    for transfer in make_plan(Sources([on_disk]), [wanted], metas):
         take = transfer.take
         take.view(sharded.tensors[take.tensor]).copy_(checkpoint.read(take.name, take.box))
     return sharded
 
 
-def _check_names(wanted: list[str], held: set[str], hf, path: str) -> None:
+def _check_names(wanted: list[str], held: set[str], known: list[str], hf, path: str) -> None:
     missing = [name for name in wanted if name not in held]
     if missing:
         raise ValueError(
             f"model folder {path} lacks {len(missing)} of the tensors that its config.json asks for: {_first(missing)}"
         )
     spare = {"lm_head.weight"} if hf.tie_word_embeddings else set()  # a saved copy of the embedding
-    extra = sorted(name for name in held - set(wanted) - spare if not name.endswith(_DERIVED))
+    extra = sorted(name for name in held - set(wanted) - set(known) - spare if not name.endswith(_DERIVED))
     if extra:
         raise ValueError(
             f"model folder {path} has {len(extra)} tensors that a {hf.model_type} of its config.json does not have: "
@@ -108,7 +126,11 @@ def _check_vocabulary(shape: tuple[int, ...], hf, name: str, path: str) -> None:
 
 
 def export(
-    sharded: ShardedModel, source: str, folder: Path, on_progress: Callable[[str], None] = lambda line: None
+    sharded: ShardedModel,
+    source: str,
+    folder: Path,
+    on_progress: Callable[[str], None] = lambda line: None,
+    config_changes: Mapping[str, Any] = {},
 ) -> None:
     """Write a checkpoint that `transformers` loads. Collective; the ranks of the first node write in turns.
 
@@ -121,6 +143,7 @@ def export(
         source: the checkpoint it was loaded from, for config.json and the tokenizer.
         folder: where to; an existing folder is replaced.
         on_progress: called on rank 0 with a line for each shard.
+        config_changes: entries of config.json that differ from the source's.
     """
     shards = buckets(sharded.metas, SHARD_BYTES)
     names = (
@@ -147,7 +170,7 @@ def export(
             total = sum(meta.nbytes for meta in sharded.metas)
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (partial / hf_files.INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        hf_files.write_side_files(source, partial, getattr(torch, sharded.metas[0].dtype))
+        hf_files.write_side_files(source, partial, getattr(torch, sharded.metas[0].dtype), config_changes)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
     dist.barrier()

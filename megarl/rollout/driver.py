@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +71,18 @@ class Driver:
         await together(work)
         return {"train": len(self._train), "val": len(self._val)}
 
-    async def collect(self, notify: Notify, num_prompts: int, step: int) -> list[Rollout]:
+    async def collect(
+        self, notify: Notify, num_prompts: int, step: int, greedy_baseline: bool = False
+    ) -> list[Rollout]:
         prompts = self._order.take(num_prompts)
-        rollouts = await self._sampler.collect(
-            prompts,
-            self._sampling(self._config.rollout.n),
-            (self._seed, "train", step),
-            _first_of_each(lambda line: notify("progress", line)),
+        samplings = [self._sampling(self._config.rollout.n), *([self._sampling(1, 0.0)] if greedy_baseline else [])]
+        on_failure = _first_of_each(lambda line: notify("progress", line))
+        rollouts, *baselines = await together(
+            self._sampler.collect(prompts, sampling, (self._seed, "train", step), on_failure) for sampling in samplings
         )
+        if baselines:
+            pairs = zip(rollouts, baselines[0], strict=True)
+            rollouts = [replace(rollout, baseline=baseline) for rollout, baseline in pairs]
         if self._config.rollout.record_dir is not None:
             await asyncio.to_thread(replay.record, Path(self._config.rollout.record_dir), step, rollouts)
         return rollouts

@@ -113,12 +113,16 @@ class RolloutDriver:
         self._progress = on_progress
         self.dataset_sizes = self._ready.result()
 
-    def collect(self, num_prompts: int, step: int) -> list[Rollout]:
+    def collect(self, num_prompts: int, step: int, greedy_baseline: bool = False) -> list[Rollout]:
         """The next prompts in order with `rollout.n` completions each, scored; seeded by trainer.seed and step.
+
+        With `greedy_baseline`, each with the greedy completion of its prompt, scored, as its `baseline`.
 
         Raises ValueError when a reward function fails, MegarlError when the engines do.
         """
-        return self._request("collect", list[Rollout], num_prompts=num_prompts, step=step).result()
+        return self._request(
+            "collect", list[Rollout], num_prompts=num_prompts, step=step, greedy_baseline=greedy_baseline
+        ).result()
 
     def validate(self, step: int) -> dict[str, list[Rollout]]:
         """The held-out prompts: {"sampled": rollouts, "greedy": rollouts}; {} without held-out files."""

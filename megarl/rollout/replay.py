@@ -90,14 +90,22 @@ class ReplayDriver:
             raise ValueError(f"rollout.replay_dir={self._folder} holds no step_*.msgpack; name a former record_dir")
         on_progress(f"replaying {len(steps)} recorded steps from {self._folder}")
 
-    def collect(self, num_prompts: int, step: int) -> list[Rollout]:
-        """The recorded rollouts of `step`. ValueError when missing, or of another size than this run's batch."""
+    def collect(self, num_prompts: int, step: int, greedy_baseline: bool = False) -> list[Rollout]:
+        """The recorded rollouts of `step`.
+
+        ValueError when missing, of another size than this run's batch, or without the baselines that it needs.
+        """
         rollouts = load(self._folder, step)
         sizes = {len(rollout.completions) for rollout in rollouts}
         if len(rollouts) != num_prompts or sizes != {self._n}:
             raise ValueError(
                 f"{step_file(self._folder, step)} holds {len(rollouts)} prompts with {sorted(sizes)} completions each; "
                 f"this run wants data.train_batch_size={num_prompts} and rollout.n={self._n}"
+            )
+        if greedy_baseline and any(rollout.baseline is None for rollout in rollouts):
+            raise ValueError(
+                f"{step_file(self._folder, step)} holds no greedy completions, which this run's algorithm compares "
+                "with; record with the same algorithm.name"
             )
         return rollouts
 

@@ -13,11 +13,12 @@ class AbsentDriver:
     """What ranks other than 0 hold, so that the loop reads the same on all: every request is rank 0's to make."""
 
     num_engines = 0
+    dataset_sizes: dict[str, int] = {}
 
     def wait_until_ready(self, on_progress) -> None:
         """Rank 0 waits; the first collective then holds the others."""
 
-    def collect(self, num_prompts: int, step: int) -> None:
+    def collect(self, num_prompts: int, step: int, greedy_baseline: bool = False) -> None:
         """None: `distribute` brings this rank its share."""
 
     def validate(self, step: int) -> dict:

@@ -1,27 +1,19 @@
 """A language model on Megatron that can be scored and trained: the actor; without an optimizer, the reference."""
 
-import math
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 from megarl.config.model import ModelConfig, OptimConfig
-from megarl.data import batch as batches
-from megarl.data.packing import pack
-from megarl.errors import MegarlError
-from megarl.models import build, hf_files
+from megarl.ops.full_kl import full_kl
 from megarl.ops.logprob import greedy_match, logprob_and_entropy
-from megarl.parallel import device
-from megarl.parallel.collectives import sum_over
 from megarl.parallel.layout import Layout
-from megarl.resharding import files
-from megarl.training import optimizer as optimizers
-from megarl.training import schedule
+from megarl.training.megatron_model import MegatronModel, onto_tokens
 from megarl.types import Batch
 
-TokenLoss = Callable[[torch.Tensor, torch.Tensor, Batch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+# (logprobs [N], entropy [N], micro-batch, and where a reference is given full_kl [N]) -> (loss [N], metrics, each [N])
+TokenLoss = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
 def next_tokens(batch: Batch) -> torch.Tensor:
@@ -32,14 +24,8 @@ def next_tokens(batch: Batch) -> torch.Tensor:
     return targets
 
 
-def onto_tokens(predicted: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Move a per-position quantity [N] onto the token it predicts; zero where `loss_mask` is 0 (first tokens too)."""
-    moved = torch.nn.functional.pad(predicted[:-1], (1, 0))
-    return torch.where(batch.loss_mask.bool(), moved, torch.zeros_like(moved))
-
-
-class Policy:
-    """One model on all ranks. Every method is collective over them; a batch is the rank's own share, on the CPU."""
+class Policy(MegatronModel):
+    """One language model on all ranks. Every method is collective; a batch is the rank's own share, on the CPU."""
 
     def __init__(
         self,
@@ -49,65 +35,42 @@ class Policy:
         optim: OptimConfig | None = None,
         optimizer_steps: int = 0,
     ):
-        """Load a checkpoint onto the ranks.
+        """Load a checkpoint onto the ranks; arguments and errors as for MegatronModel.
 
-        Args:
-            model: path and types.
-            layout: this rank's place.
-            temperature: the sampling temperature; log-probs and entropies are those of the tempered distribution.
-            optim: makes the policy trainable; None freezes it.
-            optimizer_steps: of the whole run, the horizon of the learning-rate schedule.
-
-        Raises:
-            ValueError: the checkpoint cannot be read or does not fit the layout.
+        temperature: of sampling; log-probs, entropies and KL are those of the tempered distribution.
         """
-        self.layout = layout
+        super().__init__(model, layout, optim, optimizer_steps)
         self.temperature = temperature
-        self.hf = hf_files.load_config(model.path)
-        self.source = model.path
-        module = build.build(self.hf, model, layout)
-        self.sharded = files.load(module, model.path, layout)
-        self.sum_over_dp = sum_over(layout.groups.dp)
-        self.module = module
-        if optim is None:
-            module.requires_grad_(False)
-            return
-        module.config.finalize_model_grads_func = finalize_model_grads
-        self.module = DistributedDataParallel(
-            module.config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
-            module,
-            pg_collection=layout.groups,
-        )
-        self.optimizer, self.scheduler = optimizers.build(
-            self.module, optim, module.config.params_dtype, layout, optimizer_steps
-        )
+
+    @property
+    def output_weight(self) -> torch.Tensor:
+        """This rank's rows of the output layer [V_padded / tp, H]; tied to the embedding or not."""
+        model = self.module
+        return model.shared_embedding_or_output_weight() if self.hf.tie_word_embeddings else model.output_layer.weight
 
     def _statistics(
-        self, logits: torch.Tensor, micro: Batch, temperature: float | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self,
+        logits: torch.Tensor,
+        micro: Batch,
+        temperature: float | None = None,
+        reference: "Policy | None" = None,
+    ) -> dict[str, torch.Tensor]:
         heat = self.temperature if temperature is None else temperature
-        logprobs, entropy = logprob_and_entropy(
-            logits, next_tokens(micro), self.layout.groups.tp, heat, self.hf.vocab_size
-        )
-        return onto_tokens(logprobs, micro), onto_tokens(entropy, micro)
+        group = self.layout.groups.tp
+        logprobs, entropy = logprob_and_entropy(logits, next_tokens(micro), group, heat, self.hf.vocab_size)
+        found = {"logprobs": onto_tokens(logprobs, micro), "entropy": onto_tokens(entropy, micro)}
+        if reference is not None:
+            exact = full_kl(logits, micro.ref_hidden, reference.output_weight, group, heat, self.hf.vocab_size)
+            found["full_kl"] = onto_tokens(exact, micro)
+        return found
 
-    def _micro_batches(self, batch: Batch, max_tokens: int) -> tuple[list[torch.Tensor], list[Batch]]:
-        rows = [torch.tensor(r) for r in pack(batch.lengths.tolist(), max_tokens)]
-        return rows, [batches.to(batches.select(batch, r), device.current()) for r in rows]
+    def statistics(self, batch: Batch, max_tokens: int, reference: "Policy | None" = None) -> dict[str, torch.Tensor]:
+        """ "logprobs" and "entropy" [N] fp32 of every token that loss_mask marks, 0 elsewhere.
 
-    @torch.no_grad()
-    def _map(self, batch: Batch, max_tokens: int, names: list[str], on_logits) -> dict[str, torch.Tensor]:
-        """Forward over micro-batches; per-token results [N] by name, on the CPU, in the batch's own order."""
-        rows, micro_batches = self._micro_batches(batch, max_tokens)
-        self.module.eval()
-        kept = schedule.run(self.module, micro_batches, on_logits, self.layout, forward_only=True)
-        results = {name: torch.zeros(len(batch.tokens)) for name in names}
-        for r, outputs in zip(rows, kept, strict=True):
-            at = batches.token_rows(batch, r)
-            for name in names:
-                results[name][at] = outputs[name].float().cpu()
-        return results
+        With a reference, whose hidden states are in batch.ref_hidden, also "full_kl" [N]: KL(policy || reference) over
+        the whole vocabulary of the distribution that the token was drawn from.
+        """
+        return self._map(batch, max_tokens, lambda logits, micro: self._statistics(logits, micro, reference=reference))
 
     def logprobs(
         self, batch: Batch, max_tokens: int, temperature: float | None = None
@@ -119,60 +82,66 @@ class Policy:
             max_tokens: tokens per micro-batch; changes memory and speed only.
             temperature: another than the policy's own.
         """
-
-        def on_logits(logits, micro):
-            logprobs, entropy = self._statistics(logits, micro, temperature)
-            return logits.new_zeros(()), {"logprobs": logprobs, "entropy": entropy}
-
-        found = self._map(batch, max_tokens, ["logprobs", "entropy"], on_logits)
+        found = self._map(batch, max_tokens, lambda logits, micro: self._statistics(logits, micro, temperature))
         return found["logprobs"], found["entropy"]
+
+    def logprobs_and_hidden(self, batch: Batch, max_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs [N] as in `logprobs`, and the last hidden states [N, H] that the logits were made from."""
+        seen: list[torch.Tensor] = []
+
+        def on_output(logits, micro):
+            hidden = seen.pop()
+            if self.layout.sequence_parallel:
+                hidden = gather_from_sequence_parallel_region(hidden, group=self.layout.groups.tp)
+            return {
+                "logprobs": self._statistics(logits, micro)["logprobs"],
+                "hidden": hidden[: len(micro.tokens), 0],
+            }
+
+        watch = self.module.output_layer.register_forward_pre_hook(lambda layer, inputs: seen.append(inputs[0]))
+        found = self._map(batch, max_tokens, on_output)
+        watch.remove()
+        return found["logprobs"], found["hidden"]
 
     def greedy_matches(self, batch: Batch, max_tokens: int) -> torch.Tensor:
         """[N] fp32: 1 where greedy decoding after the tokens before would give this very token; 0 where masked."""
 
-        def on_logits(logits, micro):
+        def on_output(logits, micro):
             match = greedy_match(logits, next_tokens(micro), self.layout.groups.tp, self.hf.vocab_size)
-            return logits.new_zeros(()), {"match": onto_tokens(match.float(), micro)}
+            return {"match": onto_tokens(match.float(), micro)}
 
-        return self._map(batch, max_tokens, ["match"], on_logits)["match"]
+        return self._map(batch, max_tokens, on_output)["match"]
 
-    @torch.no_grad()
-    def export(self, folder: Path, on_progress: Callable[[str], None]) -> None:
-        """Write the present weights, config.json and tokenizer as a Hugging Face checkpoint. See `files.export`."""
-        files.export(self.sharded, self.source, folder, on_progress)
-
-    def gradients(self, batch: Batch | None, token_loss: TokenLoss, max_tokens: int) -> dict[str, float]:
+    def gradients(
+        self,
+        batch: Batch,
+        token_loss: TokenLoss,
+        max_tokens: int,
+        reference: "Policy | None" = None,
+        whole_groups: bool = False,
+    ) -> dict[str, float]:
         """Forward and backward of one mini-batch: afterwards main_grad holds d(sum of token_weights * loss), reduced.
 
         Args:
             batch: this rank's share of the mini-batch with `token_weights` filled, or a placeholder.
             token_loss: (logprobs [N], entropy [N], micro-batch) -> (loss [N], metrics by name, each [N]).
             max_tokens: tokens per micro-batch; changes memory and speed only.
+            reference: token_loss then takes the exact KL [N] to it as well; batch.ref_hidden is filled.
+            whole_groups: keep the sequences of a group in one micro-batch.
 
         Returns:
-            "loss", the weighted sum over all ranks, and each metric's mean over the mini-batch's loss_mask tokens.
+            "loss", the weighted sum over all ranks; each metric's mean over the mini-batch's loss_mask tokens; and
+            "tokens", how many those are.
         """
 
-        def on_logits(logits, micro):
-            logprobs, entropy = self._statistics(logits, micro)
-            loss, metrics = token_loss(logprobs, entropy, micro)
-            weighted = (micro.token_weights * loss).sum()
-            sums = {name: (value.detach() * micro.loss_mask).sum() for name, value in metrics.items()}
-            return weighted, sums | {"loss": weighted.detach(), "tokens": micro.loss_mask.sum()}
+        def output_loss(logits, micro):
+            logprobs, entropy, *exact = self._statistics(logits, micro, reference=reference).values()
+            return token_loss(logprobs, entropy, micro, *exact)
 
-        _, micro_batches = self._micro_batches(batch, max_tokens)
-        self.module.train()
-        self.module.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        kept = schedule.run(self.module, micro_batches, on_logits, self.layout, forward_only=False)
-        names = sorted(kept[0])
-        local = torch.stack([sum(outputs[name].double() for outputs in kept) for name in names])
-        sums = dict(zip(names, self.sum_over_dp(local).tolist(), strict=True))
-        loss, tokens = sums.pop("loss"), sums.pop("tokens")
-        return {"loss": loss} | {name: total / max(tokens, 1.0) for name, total in sums.items()}
+        return self._gradients(batch, output_loss, max_tokens, whole_groups)
 
-    def update(self, batch: Batch, token_loss: TokenLoss, max_tokens: int) -> dict[str, float]:
-        """One optimizer step on a mini-batch: `gradients`, clip, Adam, schedule.
+    def update(self, *arguments, **keywords) -> dict[str, float]:
+        """One optimizer step on a mini-batch: `gradients` of these arguments, clip, Adam, schedule.
 
         Returns:
             what `gradients` returns, and "grad_norm" (before clipping) and "lr".
@@ -180,12 +149,4 @@ class Policy:
         Raises:
             MegarlError: the gradient is not finite; the weights are then not to be trusted.
         """
-        metrics = self.gradients(batch, token_loss, max_tokens)
-        self.scheduler.step(increment=1)  # before the step: the first update then has 1/warm-up of the rate, not 0
-        _, grad_norm, _ = self.optimizer.step()
-        if not math.isfinite(grad_norm):
-            raise MegarlError(
-                f"the gradient norm is {grad_norm}; loss {metrics['loss']}. Lower the learning rate or raise the "
-                "precision (actor.model.dtype=float32) and start again from the last checkpoint"
-            )
-        return metrics | {"grad_norm": grad_norm, "lr": self.optimizer.param_groups[0]["lr"]}
+        return self._step(self.gradients(*arguments, **keywords))

@@ -98,7 +98,7 @@ def test_every_problem_has_its_line_with_place_key_value_and_remedy(train, tmp_p
     told = lines(train, "rollout.n=0", "actor.lr=1", "trainer.logger=[consol]", site="rollout: {temprature: 0.5}")
     assert sorted(told) == sorted(
         [
-            "command line: actor.lr=1: there is no such key; did you mean actor.optim.lr?",
+            "command line: actor.lr=1: there is no such key; did you mean actor.optim.lr or critic.optim.lr?",
             "command line: rollout.n=0: must be greater than 0",
             "command line: trainer.logger=[consol], at [0]: must be one of console, jsonl, tensorboard, wandb",
             f"{tmp_path / 'site.yaml'}: rollout.temprature=0.5: there is no such key; did you mean rollout.temperature "
@@ -150,7 +150,6 @@ def test_missing_keys_are_named_to_the_leaf_with_their_description(train):
         "data.train_batch_size",
         "actor.model.path",
         "actor.ppo_mini_batch_size",
-        "reward.functions",
     ]
     assert told[1].endswith("Prompts per step; completions per step are this times rollout.n.")
 

@@ -26,7 +26,6 @@ def test_one_stop_token():
         {"timeout_seconds": 0},
         {"max_consecutive_failures": 0},
         {"stop_token_id": -1},
-        {"functions": []},
     ],
 )
 def test_values_that_mean_nothing(wrong):

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from megarl.algorithms import grpo
 from megarl.config.model import ModelConfig, OptimConfig
 from megarl.config.parallel import ParallelConfig
+from megarl.data.batch import from_rollouts
 from megarl.parallel import layout as layouts
 from megarl.resharding.gathered import gather
 from megarl.resharding.megatron_layout import ShardedModel
@@ -76,7 +77,8 @@ def _gradients_of(folder: str, layout, budgets: list[int]) -> list:
     policy = Policy(
         ModelConfig(path=folder, dtype="float32", transformer_impl="local"), layout, TEMPERATURE, OptimConfig(), 10
     )
-    batch = distribution.distribute(make_rollouts() if layout.is_first else None, layout, 12, seed=0, step=1)
+    whole = from_rollouts(make_rollouts())
+    batch = distribution.distribute(whole if layout.is_first else None, layout, 12, seed=0, step=1)
     found = []
     for max_tokens in budgets:
         logprobs, entropy = policy.logprobs(batch, max_tokens)
