@@ -120,7 +120,9 @@ def plot(results: list[dict], path: Path) -> None:
 
     simulated = [r for r in results if r["kind"] == "simulated"]
     measured = [r for r in results if r["kind"] == "measured"]
-    figure, (ingress, egress, seconds) = pyplot.subplots(1, 3, figsize=(17, 6.5), width_ratios=[3, 3, 2])
+    figure, (ingress, egress, seconds) = pyplot.subplots(
+        1, 3, figsize=(17, 6.5), width_ratios=[3, 3, 2], layout="constrained"
+    )
     cases = list(dict.fromkeys(r["case"] for r in simulated))
     for axis, key, title in (
         (ingress, "ingress_bytes_max", "busiest engine rank takes"),
@@ -132,7 +134,8 @@ def plot(results: list[dict], path: Path) -> None:
                 [i + shift for i in range(len(cases))], [values[c] for c in cases], 0.4, label=design,
                 color=COLORS[design],
             )  # fmt: skip
-        axis.set(xscale="log", xlabel="GB (simulated, bf16)", title=title, ylim=(len(cases) - 0.4, -0.6))
+        axis.set(xscale="log", xlim=(0.5, None), xlabel="GB (simulated, bf16)", title=title)
+        axis.set_ylim(len(cases) - 0.4, -0.6)
     bound = {r["case"]: r["ingress_lower_bound"] / 1e9 for r in simulated}
     ingress.plot([bound[c] for c in cases], range(len(cases)), "k|", markersize=14, label="lower bound")
     ingress.set_yticks(range(len(cases)), [c.replace(": ", "\n", 1) for c in cases], fontsize=7)
@@ -141,8 +144,7 @@ def plot(results: list[dict], path: Path) -> None:
     labels = [f"{r['case'].split(',')[0]}: {r['design']}" for r in measured]
     seconds.barh(labels, [r["seconds"] for r in measured], color=[COLORS[r["design"]] for r in measured])
     seconds.invert_yaxis()
-    seconds.set(xlabel="seconds (measured, median)", title="one transfer over gloo on this machine")
-    figure.tight_layout()
+    seconds.set(xlabel="seconds (measured, median)", title="one transfer, gloo, one machine")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

@@ -58,16 +58,19 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """Equal digests: equal plans."""
-        names, numbers = [], array("q")
+        found = hashlib.blake2b(digest_size=16)
         kinds: dict[tuple, int] = {}  # the few boxes and strides that there are, numbered as they come
-        for number, transfers in enumerate(self.rounds):
-            for source, destination, give, take, nbytes, _ in transfers:
-                name, box, tensor, offset, strides = give
-                names += (name, tensor, take.tensor)
-                kind = kinds.setdefault((box, strides, take.strides), len(kinds))
-                numbers.extend((number, source, destination, nbytes, offset, take.offset, kind))
-        found = hashlib.blake2b("\n".join(names).encode(), digest_size=16)
-        found.update(numbers.tobytes())
+        for transfers in filter(None, self.rounds):
+            # By columns: a large plan has a million transfers.
+            sources, destinations, gives, takes, sizes, _ = zip(*transfers)
+            names, boxes, from_tensors, give_offsets, give_strides = zip(*gives)
+            _, _, to_tensors, take_offsets, take_strides = zip(*takes)
+            for column in (names, from_tensors, to_tensors):
+                found.update("\n".join(column).encode())
+            numbered = [kinds.setdefault(kind, len(kinds)) for kind in zip(boxes, give_strides, take_strides)]
+            for column in (sources, destinations, sizes, give_offsets, take_offsets, numbered):
+                found.update(array("q", column))
+            found.update(b"end of a round")
         found.update(repr(list(kinds)).encode())
         return found.hexdigest()
 
