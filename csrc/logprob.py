@@ -1,17 +1,21 @@
 """Triton kernels of ops/logprob.py: log-prob and entropy of vocabulary-parallel logits, and their gradient.
 
-Per row of logits [N, V_local], with z = logits / temperature over the valid columns and y the target (ops/logprob.py
-explains the statistics and merges the shards):
+They run where logprob.cu is not compiled. Per row of logits [N, V_local], with x the (soft-capped) logits over the
+valid columns, z_v = (x_v - m) / temperature and y the target (ops/logprob.py explains the statistics and merges the
+shards):
 
-    statistics:  m = max z        s = sum exp(z - m)        t = sum (z - m) exp(z - m)        z_y (or -inf)
-    backward:    d = p_v (-g_logprob - g_entropy (log p_v + entropy)) + g_logprob [v = y],   log p_v = z_v - m - log s
-                 dlogits = d / temperature, and 0 in padded columns
+    statistics:  m = max x        s = sum exp z_v        t = sum z_v exp z_v        x_y (or -inf)
+    backward:    d = p_v (-g_logprob - g_entropy (log p_v + entropy)) + g_logprob [v = y],   log p_v = z_v - log s
+                 dlogits = d / temperature (times the cap's slope 1 - tanh^2), and 0 in padded columns
 
 Forward: one program per row reads it once, in blocks, with a running (m, s, t) that is rescaled when a block raises the
 maximum. Backward: one program per row and block, out of place or over the logits (each element is read and written by
-the same program). Bytes per token: 2 V_local forward in bf16, 4 V_local backward. FLOPs per element: one exponential
-and about 6 others forward, one and about 8 backward; both are bound by memory. All arithmetic is fp32.
+the same program). Bytes per token: 2 V_local forward in bf16, 4 V_local backward, of which an ignored token costs the
+2 V_local of its zeros. FLOPs per element: one exponential and about 6 others forward, one and about 8 backward; both
+are bound by memory. All arithmetic is fp32, exponents are taken in base 2.
 """
+
+import math
 
 import torch
 import triton
@@ -19,10 +23,11 @@ import triton.language as tl
 
 _FORWARD_BLOCK = 8192
 _BACKWARD_BLOCK = 4096
+_LN_2 = math.log(2)
 
 
 def local_statistics(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float, first: int, num_valid: int
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, soft_cap: float | None, first: int, num_valid: int
 ) -> torch.Tensor:
     """As ops.logprob.reference_local_statistics, for bf16, fp16 and fp32 logits on the kernel's device."""
     logits = _rows(logits)
@@ -31,8 +36,8 @@ def local_statistics(
     if num_tokens:
         block = min(_FORWARD_BLOCK, triton.next_power_of_2(max(num_valid, 1)))
         statistics_kernel[(num_tokens,)](
-            logits, targets, statistics, logits.stride(0), num_tokens, num_valid, first, temperature,
-            BLOCK=block, num_warps=_num_warps(block),
+            logits, targets, statistics, logits.stride(0), num_tokens, num_valid, first, 1 / (temperature * _LN_2),
+            soft_cap or 0.0, HAS_CAP=soft_cap is not None, BLOCK=block, num_warps=_num_warps(block),
         )  # fmt: skip
     return statistics
 
@@ -47,6 +52,7 @@ def backward_into(
     grad_logprob: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
     temperature: float,
+    soft_cap: float | None,
     first: int,
     num_valid: int,
 ) -> None:
@@ -64,64 +70,91 @@ def backward_into(
             out, logits, targets, maximum, log_sum, entropy,
             entropy if grad_logprob is None else grad_logprob,
             entropy if grad_entropy is None else grad_entropy,
-            out.stride(0), logits.stride(0), width, num_valid, first, temperature,
+            out.stride(0), logits.stride(0), width, num_valid, first, 1 / (temperature * _LN_2), 1 / temperature,
+            soft_cap or 0.0, HAS_CAP=soft_cap is not None,
             HAS_GRAD_LOGPROB=grad_logprob is not None, HAS_GRAD_ENTROPY=grad_entropy is not None,
             BLOCK=block, num_warps=_num_warps(block),
         )  # fmt: skip
 
 
 @triton.jit
+def _tanh(x):
+    # Of an fp32 x: off by 1e-7 at most, which a cap of 50 makes 5e-6 of a logit.
+    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+
+
+@triton.jit
 def statistics_kernel(
-    logits, targets, statistics, row_stride, num_tokens, num_valid, first, temperature, BLOCK: tl.constexpr
+    logits, targets, statistics, row_stride, num_tokens, num_valid, first, scale, soft_cap,
+    HAS_CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    LN_2: tl.constexpr = 0.6931471805599453
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
+    column = tl.load(targets + row)
+    # A negative target is an ignored token: no column is read, and (m, s, t) are (-inf, 0, 0).
+    num_read = tl.where(column < 0, 0, num_valid)
+    column -= first
     running_max = tl.full((), -3.4028234663852886e38, tl.float32)
     total = tl.full((), 0.0, tl.float32)
     weighted = tl.full((), 0.0, tl.float32)
-    for start in range(0, num_valid, BLOCK):
+    for start in range(0, num_read, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        z = tl.load(logits + columns, mask=columns < num_valid, other=float("-inf")).to(tl.float32) / temperature
-        new_max = tl.maximum(running_max, tl.max(z, axis=0))
-        # where, not maximum: a NaN must stay one. exp(-1e4) is 0, and 0 * -1e4 is 0 where 0 * -inf would be NaN.
-        shifted = tl.where(z - new_max < -1.0e4, -1.0e4, z - new_max)
-        exponentials = tl.exp(shifted)
-        shift = tl.where(running_max - new_max < -1.0e4, -1.0e4, running_max - new_max)
-        scale = tl.exp(shift)
-        weighted = scale * (weighted + shift * total) + tl.sum(exponentials * shifted, axis=0)
-        total = scale * total + tl.sum(exponentials, axis=0)
+        x = tl.load(logits + columns, mask=columns < num_read, other=float("-inf")).to(tl.float32)
+        if HAS_CAP:
+            x = tl.where(columns < num_read, soft_cap * _tanh(x / soft_cap), float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(x, axis=0))
+        # where, not maximum: a NaN must stay one. exp2(-1e4) is 0, and 0 * -1e4 is 0 where 0 * -inf would be NaN.
+        shifted = (x - new_max) * scale
+        shifted = tl.where(shifted < -1.0e4, -1.0e4, shifted)
+        exponentials = tl.exp2(shifted)
+        shift = (running_max - new_max) * scale
+        shift = tl.where(shift < -1.0e4, -1.0e4, shift)
+        rescale = tl.exp2(shift)
+        weighted = rescale * (weighted + shift * total) + tl.sum(exponentials * shifted, axis=0)
+        total = rescale * total + tl.sum(exponentials, axis=0)
         running_max = new_max
-    column = tl.load(targets + row) - first
-    owned = (column >= 0) & (column < num_valid)
-    target = tl.load(logits + column, mask=owned, other=float("-inf")).to(tl.float32) / temperature
+    owned = (column >= 0) & (column < num_read)
+    target = tl.load(logits + column, mask=owned, other=float("-inf")).to(tl.float32)
+    if HAS_CAP:
+        target = tl.where(owned, soft_cap * _tanh(target / soft_cap), float("-inf"))
     tl.store(statistics + row, tl.where(total == 0, float("-inf"), running_max))
     tl.store(statistics + num_tokens + row, total)
-    tl.store(statistics + 2 * num_tokens + row, weighted)
+    tl.store(statistics + 2 * num_tokens + row, weighted * LN_2)
     tl.store(statistics + 3 * num_tokens + row, target)
 
 
 @triton.jit
 def backward_kernel(
     out, logits, targets, maximum, log_sum, entropy, grad_logprob, grad_entropy, out_stride, row_stride, width,
-    num_valid, first, temperature, HAS_GRAD_LOGPROB: tl.constexpr, HAS_GRAD_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    num_valid, first, scale, inverse_temperature, soft_cap, HAS_CAP: tl.constexpr, HAS_GRAD_LOGPROB: tl.constexpr,
+    HAS_GRAD_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    LN_2: tl.constexpr = 0.6931471805599453
     row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    valid = columns < num_valid
-    z = tl.load(logits + row * row_stride + columns, mask=valid, other=float("-inf")).to(tl.float32) / temperature
-    log_p = z - tl.load(maximum + row) - tl.load(log_sum + row)
-    log_p = tl.where(log_p < -1.0e4, -1.0e4, log_p)
+    valid = columns < tl.where(target < 0, 0, num_valid)
+    x = tl.load(logits + row * row_stride + columns, mask=valid, other=float("-inf")).to(tl.float32)
+    if HAS_CAP:
+        tanh = _tanh(x / soft_cap)
+        x = soft_cap * tanh
+    log2_p = (x - tl.load(maximum + row)) * scale - tl.load(log_sum + row) / LN_2
+    log2_p = tl.where(log2_p < -1.0e4, -1.0e4, log2_p)
     slope = tl.zeros((BLOCK,), tl.float32)
     if HAS_GRAD_ENTROPY:
-        slope -= tl.load(grad_entropy + row) * (log_p + tl.load(entropy + row))
+        slope -= tl.load(grad_entropy + row) * (log2_p * LN_2 + tl.load(entropy + row))
     if HAS_GRAD_LOGPROB:
         slope -= tl.load(grad_logprob + row)
-    grad = tl.exp(log_p) * slope
+    grad = tl.exp2(log2_p) * slope
     if HAS_GRAD_LOGPROB:
-        target = tl.load(targets + row) - first
-        grad += tl.where(columns == target, tl.load(grad_logprob + row), 0.0)
-    grad = tl.where(valid, grad / temperature, 0.0)
-    tl.store(out + row * out_stride + columns, grad.to(out.dtype.element_ty), mask=columns < width)
+        grad += tl.where(columns == target - first, tl.load(grad_logprob + row), 0.0)
+    grad *= inverse_temperature
+    if HAS_CAP:
+        grad *= 1.0 - tanh * tanh
+    tl.store(
+        out + row * out_stride + columns, tl.where(valid, grad, 0.0).to(out.dtype.element_ty), mask=columns < width
+    )
 
 
 def _rows(logits: torch.Tensor) -> torch.Tensor:

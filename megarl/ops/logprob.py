@@ -1,25 +1,28 @@
 """Log-probability and entropy of a token under vocabulary-parallel logits, in one read and one collective.
 
-With z = logits / temperature over the valid columns of one token, and y its target,
+With x the logits of one token over the valid columns, soft-capped (cap tanh(x / cap)) where a cap is given, tau the
+temperature, and y its target,
 
-    m = max_v z_v        s = sum_v exp(z_v - m)        t = sum_v (z_v - m) exp(z_v - m)
+    m = max_v x_v      s = sum_v exp((x_v - m) / tau)      t = sum_v (x_v - m) / tau exp((x_v - m) / tau)
 
-    logprob = z_y - m - log s          d logprob / d z_v = [v = y] - p_v
-    entropy = log s - t / s            d entropy / d z_v = -p_v (log p_v + entropy),   p_v = exp(z_v - m) / s
+    logprob = (x_y - m) / tau - log s                      p_v = exp((x_v - m) / tau) / s
+    entropy = log s - t / s
 
-A rank that owns some of the columns computes (m, s, t, z_y) of its own. Shards merge exactly: with M = max_r m_r and
-d_r = m_r - M,
+    d logprob / d x_v = ([v = y] - p_v) / tau              d entropy / d x_v = -p_v (log p_v + entropy) / tau
 
-    s = sum_r exp(d_r) s_r             t = sum_r exp(d_r) (t_r + d_r s_r)             z_y = the owner's
+and a cap multiplies both by its slope 1 - tanh^2. A rank that owns some of the columns computes (m, s, t, x_y) of its
+own. Shards merge exactly: with M = max_r m_r and d_r = (m_r - M) / tau,
+
+    s = sum_r exp(d_r) s_r             t = sum_r exp(d_r) (t_r + d_r s_r)             x_y = the owner's
 
 so one all-gather of a packed [4, N] tensor is all that the forward sends, and the backward sends nothing: each rank
-holds its own columns, and the upstream gradients are the same on every rank. t is taken about the maximum, not about
-zero, so that large logits cost no digits.
+holds its own columns, and the upstream gradients are the same on every rank. Everything is taken about the maximum,
+and only then divided by the temperature, so that large logits cost no digits.
 
 Passes and bytes per element of [N, V], in bf16: the forward reads the logits once (2 bytes), the backward reads them
-and writes their gradient (4 bytes): 6 V_local bytes per token. Statistics are fp32 (fp64 for fp64 logits). The torch
-reference below works on chunks of tokens, so beyond the logits and their gradient it holds a few fp32 buffers of
-CHUNK_ELEMENTS elements (one row, where a row is longer), whatever N is.
+and writes their gradient (4 bytes): 6 V_local bytes per token, and none for a token without a target. Statistics are
+fp32 (fp64 for fp64 logits). The torch reference below works on chunks of tokens in two buffers that it reuses, of
+CHUNK_ELEMENTS fp32 elements each (one row, where a row is longer), whatever N is.
 
 Every call with a group sends 16 N bytes per rank in one message (also greedy_match, whose two rows are fp64).
 """
@@ -27,6 +30,7 @@ Every call with a group sends 16 N bytes per rank in one message (also greedy_ma
 from __future__ import annotations
 
 import importlib.util
+import math
 
 import torch
 import torch.distributed as dist
@@ -34,8 +38,10 @@ import torch.distributed as dist
 # 256 Ki fp32 elements are 1 MiB: a chunk and its exponentials stay in a core's cache.
 CHUNK_ELEMENTS = 1 << 18
 
-# exp(-1e4) is exactly 0 in fp32 and fp64, and 0 * -1e4 is 0 where 0 * -inf would be NaN: a masked column adds nothing.
+# exp(-1e4) and exp2(-1e4) are exactly 0 in fp32 and fp64, and 0 * -1e4 is 0 where 0 * -inf would be NaN: a masked column adds nothing.
 _LOWEST_SHIFT = -1e4
+
+_LN_2 = math.log(2)
 
 
 def logprob_and_entropy(
@@ -45,27 +51,31 @@ def logprob_and_entropy(
     temperature: float = 1.0,
     vocab_size: int | None = None,
     inplace_backward: bool = False,
+    soft_cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of each target and entropy of each distribution, both under softmax(logits / temperature).
 
     logits: [N, V_local] bf16, fp16, fp32 or fp64, this rank's columns: rank r of `group` owns the vocabulary ids
         [r * V_local, (r + 1) * V_local). Differentiable, once.
-    targets: [N] int64 vocabulary ids, the same on every rank.
+    targets: [N] int64 vocabulary ids, the same on every rank. A negative one (-100, by custom) marks a token to ignore:
+        its logits are not read, its log-prob, entropy and gradient are 0.
     group: the tensor-parallel group; None when this rank owns every column.
     temperature: divides the logits, > 0.
     vocab_size: columns at or beyond this id are padding: they have probability 0 and gradient 0. None: no padding.
     inplace_backward: let the backward write the gradient over the logits. For a caller that knows that nobody else
         needs them afterwards; a second backward through the same logits is then refused by autograd.
+    soft_cap: replaces the logits by soft_cap * tanh(logits / soft_cap) before the temperature (Gemma 2,
+        https://arxiv.org/abs/2408.00118, section 2), > 0.
 
     Returns (logprob [N], entropy [N], in nats), fp32 (fp64 for fp64 logits), bitwise the same on every rank. A target
     outside the valid columns has log-prob -inf; a row with no finite logit anywhere is NaN.
-    Raises ValueError for shapes, types or a temperature that do not fit.
+    Raises ValueError for shapes, types, a temperature or a cap that do not fit.
     """
     first, num_valid = _check(logits, targets, group, vocab_size)
-    if not temperature > 0:
-        raise ValueError(f"temperature {temperature} must be > 0; for greedy decoding compare with greedy_match")
+    check_scales(temperature, soft_cap)
     targets = targets.contiguous()
-    return _LogprobAndEntropy.apply(logits, targets, group, float(temperature), first, num_valid, inplace_backward)
+    scales = (float(temperature), soft_cap)
+    return _LogprobAndEntropy.apply(logits, targets, group, *scales, first, num_valid, inplace_backward)
 
 
 @torch.no_grad()
@@ -94,11 +104,11 @@ def greedy_match(
 
 class _LogprobAndEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, targets, group, temperature, first, num_valid, inplace_backward):
-        packed = local_statistics(logits, targets, temperature, first, num_valid)
-        maximum, log_sum, logprob, entropy = merge_statistics(_all_gather(packed, group))
+    def forward(ctx, logits, targets, group, temperature, soft_cap, first, num_valid, inplace_backward):
+        packed = local_statistics(logits, targets, temperature, soft_cap, first, num_valid)
+        maximum, log_sum, logprob, entropy = merge_statistics(_all_gather(packed, group), targets, temperature)
         ctx.save_for_backward(logits, targets, maximum, log_sum, entropy)
-        ctx.options = (temperature, first, num_valid)
+        ctx.options = (temperature, soft_cap, first, num_valid)
         ctx.inplace_backward = inplace_backward
         ctx.set_materialize_grads(False)
         return logprob, entropy
@@ -107,51 +117,52 @@ class _LogprobAndEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logprob, grad_entropy):
         if grad_logprob is None and grad_entropy is None:
-            return (None,) * 7
+            return (None,) * 8
         logits, targets, maximum, log_sum, entropy = ctx.saved_tensors
         logits = logits.detach()
         out = logits if ctx.inplace_backward else torch.empty_like(logits, memory_format=torch.contiguous_format)
         upstream = (_dense(grad_logprob), _dense(grad_entropy))
         backward_into(out, logits, targets, maximum, log_sum, entropy, *upstream, *ctx.options)
-        return (out,) + (None,) * 6
+        return (out,) + (None,) * 7
 
 
-def merge_statistics(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def merge_statistics(
+    packed: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """[ranks, 4, N] local statistics -> (m, log s, logprob, entropy), each [N], of the whole vocabulary."""
     maxima, sums, weighted, target = packed.unbind(dim=1)
     maximum = maxima.amax(dim=0)
-    shift = (maxima - maximum).clamp(min=_LOWEST_SHIFT)
+    shift = maxima.sub(maximum).div_(temperature).clamp_(min=_LOWEST_SHIFT)
     scale = shift.exp()
     total = (scale * sums).sum(dim=0)
     log_sum = total.log()
-    logprob = target.amax(dim=0) - maximum - log_sum
+    logprob = (target.amax(dim=0) - maximum) / temperature - log_sum
     entropy = log_sum - (scale * (weighted + shift * sums)).sum(dim=0) / total
-    return maximum, log_sum, logprob, entropy
+    ignored = targets < 0
+    return maximum, log_sum, logprob.masked_fill(ignored, 0), entropy.masked_fill(ignored, 0)
 
 
 def reference_local_statistics(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float, first: int, num_valid: int
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, soft_cap: float | None, first: int, num_valid: int
 ) -> torch.Tensor:
-    """[4, N] (m, s, t, z_y) over this rank's first `num_valid` columns, whose ids start at `first`.
+    """[4, N] (m, s, t, x_y) over this rank's first `num_valid` columns, whose ids start at `first`.
 
-    m is -inf and s, t are 0 where a row has no finite logit here; z_y is -inf where another rank owns the target.
+    m is -inf and s, t are 0 where a row has no finite logit here, or its token is ignored; x_y is -inf where another
+    rank owns the target.
     """
-    statistics = logits.new_empty((4, len(targets)), dtype=_statistics_dtype(logits.dtype))
-    if num_valid == 0:
-        statistics[0::3] = -torch.inf
-        statistics[1:3] = 0
-        return statistics
-    for rows in _chunks(logits):
-        z = _scaled(logits[rows, :num_valid], temperature)
+    nothing = logits.new_tensor([-torch.inf, 0.0, 0.0, -torch.inf], dtype=_statistics_dtype(logits.dtype))[:, None]
+    statistics = nothing.repeat(1, len(targets))
+    for rows, x, exponentials in _chunks_of_tokens(logits, targets, num_valid):
+        _capped(x.copy_(logits[rows, :num_valid]), soft_cap)
         column, owned = _own_column(targets[rows], first, num_valid)
-        maximum = z.amax(dim=-1)
-        shifted = _shifted(z, maximum)
-        exponentials = shifted.exp()
+        maximum = x.amax(dim=-1)
+        statistics[3, rows] = x.gather(1, column[:, None])[:, 0].masked_fill_(~owned, -torch.inf)
+        _shift_to_base_2(x, maximum, temperature).clamp_(min=_LOWEST_SHIFT)
+        torch.exp2(x, out=exponentials)
         statistics[0, rows] = maximum
         statistics[1, rows] = exponentials.sum(dim=-1)
-        statistics[2, rows] = exponentials.mul_(shifted).sum(dim=-1)
-        statistics[3, rows] = z.gather(1, column[:, None])[:, 0].masked_fill(~owned, -torch.inf)
-    return statistics
+        statistics[2, rows] = exponentials.mul_(x).sum(dim=-1).mul_(_LN_2)
+    return torch.where(targets < 0, nothing, statistics)
 
 
 def reference_backward_into(
@@ -164,6 +175,7 @@ def reference_backward_into(
     grad_logprob: torch.Tensor | None,
     grad_entropy: torch.Tensor | None,
     temperature: float,
+    soft_cap: float | None,
     first: int,
     num_valid: int,
 ) -> None:
@@ -173,21 +185,29 @@ def reference_backward_into(
     A gradient that is None is zero and costs nothing; at least one is given.
     """
     out[:, num_valid:] = 0
-    if num_valid == 0:
-        return
-    for rows in _chunks(logits):
-        z = _scaled(logits[rows, :num_valid], temperature)
-        log_p = _shifted(z, maximum[rows]).sub_(log_sum[rows, None])
-        grad = log_p.exp()
+    for rows, log2_p, grad in _chunks_of_tokens(logits, targets, num_valid):
+        _capped(log2_p.copy_(logits[rows, :num_valid]), soft_cap)
+        _shift_to_base_2(log2_p, maximum[rows], temperature).sub_(log_sum[rows, None] / _LN_2).clamp_(min=_LOWEST_SHIFT)
+        # The gradient is p (offset + slope log2 p), and grad_logprob / temperature more at the target.
+        torch.exp2(log2_p, out=grad)
+        offset = log2_p.new_zeros(len(log2_p))
+        if grad_logprob is not None:
+            offset.sub_(grad_logprob[rows], alpha=1 / temperature)
         if grad_entropy is None:
-            grad.mul_(grad_logprob[rows, None])
+            grad.mul_(offset[:, None])
         else:
-            slope = log_p.add_(entropy[rows, None]).mul_(grad_entropy[rows, None])
-            grad.mul_(slope if grad_logprob is None else slope.add_(grad_logprob[rows, None]))
+            slope = grad_entropy[rows] / -temperature
+            offset.addcmul_(slope, entropy[rows])
+            grad.mul_(log2_p.mul_(slope.mul_(_LN_2)[:, None]).add_(offset[:, None]))
         if grad_logprob is not None:
             column, owned = _own_column(targets[rows], first, num_valid)
-            grad.scatter_add_(1, column[:, None], -(grad_logprob[rows] * owned)[:, None])
-        out[rows, :num_valid] = grad.div_(-temperature)
+            at_target = grad_logprob[rows].div(temperature).masked_fill_(~owned, 0)
+            grad.scatter_add_(1, column[:, None], at_target[:, None])
+        if soft_cap is not None:
+            tanh = log2_p.copy_(logits[rows, :num_valid]).div_(soft_cap).tanh_()
+            grad.addcmul_(grad, tanh.square_(), value=-1)
+        out[rows, :num_valid] = grad
+    out.index_fill_(0, (targets < 0).nonzero()[:, 0], 0)
 
 
 local_statistics = torch.library.custom_op(
@@ -197,7 +217,7 @@ backward_into = torch.library.custom_op("megarl::logprob_backward_into", referen
 
 
 @local_statistics.register_fake
-def _(logits, targets, temperature, first, num_valid):
+def _(logits, targets, temperature, soft_cap, first, num_valid):
     return logits.new_empty((4, targets.shape[0]), dtype=_statistics_dtype(logits.dtype))
 
 
@@ -230,6 +250,27 @@ if importlib.util.find_spec("triton"):
     _register_kernels()
 
 
+def check_scales(temperature: float, soft_cap: float | None) -> None:
+    """ValueError where logits cannot be scaled like that."""
+    if not temperature > 0:
+        raise ValueError(f"temperature {temperature} must be > 0; for greedy decoding compare with greedy_match")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap {soft_cap} must be > 0, or None for logits without a cap")
+
+
+def own_columns(width: int, group: dist.ProcessGroup | None, vocab_size: int | None) -> tuple[int, int]:
+    """(id of this rank's first column, number of its columns that are not padding), where each rank has `width`."""
+    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    if vocab_size is None:
+        vocab_size = ranks * width
+    if not 0 < vocab_size <= ranks * width:
+        raise ValueError(
+            f"vocab_size {vocab_size} must lie in 1..{ranks * width}: {ranks} ranks hold {width} columns each"
+        )
+    first = rank * width
+    return first, min(max(vocab_size - first, 0), width)
+
+
 def _check(logits, targets, group, vocab_size) -> tuple[int, int]:
     """(id of this rank's first column, number of its columns that are not padding)."""
     if logits.dim() != 2 or targets.shape != logits.shape[:1] or targets.dtype != torch.int64:
@@ -239,16 +280,7 @@ def _check(logits, targets, group, vocab_size) -> tuple[int, int]:
         )
     if not logits.is_floating_point():
         raise ValueError(f"logits of {logits.dtype} must be bfloat16, float16, float32 or float64")
-    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    width = logits.shape[1]
-    if vocab_size is None:
-        vocab_size = ranks * width
-    if not 0 < vocab_size <= ranks * width:
-        raise ValueError(
-            f"vocab_size {vocab_size} must lie in 1..{ranks * width}: {ranks} ranks hold {width} columns each"
-        )
-    first = rank * width
-    return first, min(max(vocab_size - first, 0), width)
+    return own_columns(logits.shape[1], group, vocab_size)
 
 
 def _all_gather(packed: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -279,6 +311,31 @@ def _shifted(z: torch.Tensor, origin: torch.Tensor) -> torch.Tensor:
     """A new tensor z - origin, with -inf (a masked column) raised to a shift whose exponential is 0."""
     origin = origin.clamp(min=torch.finfo(origin.dtype).min)
     return (z - origin[:, None]).clamp_(min=_LOWEST_SHIFT)
+
+
+def _chunks_of_tokens(logits: torch.Tensor, targets: torch.Tensor, num_valid: int):
+    """(rows, buffer, buffer) for every chunk with a token to compute; the buffers [rows, num_valid] are used again."""
+    chunks = _chunks(logits) if num_valid else []
+    num_rows = max((len(targets[rows]) for rows in chunks), default=0)
+    dtype = _statistics_dtype(logits.dtype)
+    first, second = (logits.new_empty((num_rows, num_valid), dtype=dtype) for _ in range(2))
+    for rows in chunks:
+        kept = targets[rows] >= 0
+        if kept.any():
+            yield rows, first[: len(kept)], second[: len(kept)]
+
+
+def _capped(x: torch.Tensor, soft_cap: float | None) -> torch.Tensor:
+    """x itself, now soft_cap * tanh(x / soft_cap)."""
+    return x if soft_cap is None else x.div_(soft_cap).tanh_().mul_(soft_cap)
+
+
+def _shift_to_base_2(x: torch.Tensor, origin: torch.Tensor, temperature: float) -> torch.Tensor:
+    """x itself [n, V], now (x - origin) / temperature / ln 2; an origin [n] of -inf counts as the lowest finite number.
+
+    For torch.exp2, which takes a third of the time of torch.exp on a CPU and is as exact.
+    """
+    return x.sub_(origin.clamp(min=torch.finfo(origin.dtype).min)[:, None]).mul_(1 / (temperature * _LN_2))
 
 
 def _own_column(targets: torch.Tensor, first: int, num_valid: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,6 +4,7 @@
 TRITON_INTERPRET=1 before Triton is imported, hence a process of its own.
 """
 
+import itertools
 import sys
 
 import torch
@@ -12,18 +13,24 @@ from safetensors.torch import save_file
 NUM_TOKENS = 6
 FIRST = 40  # a shard in the middle of a vocabulary: some targets lie before, in and after its columns
 SHAPES = {"1": (1, 1), "5": (5, 5), "5 padded": (5, 3), "123": (123, 123), "1000": (1000, 999), "9001": (9001, 8200)}
+IGNORED = 0  # the row whose token is ignored; its logits are NaN, and must not be read
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SOFT_CAPS = {"": None, " capped": 6.0}
 UPSTREAMS = ("both", "logprob", "entropy")
 
 
-def inputs(shape: str, dtype: str) -> dict:
+def inputs(shape: str, dtype: str, cap: str) -> dict:
     """Keyword arguments of local_statistics for one shard."""
     width, num_valid = SHAPES[shape]
     generator = torch.Generator().manual_seed(width)
     logits = (torch.randn(NUM_TOKENS, width, generator=generator) * 4).to(DTYPES[dtype])
     targets = FIRST + torch.randint(0, num_valid, (NUM_TOKENS,), generator=generator)
-    targets[0], targets[1], targets[2] = FIRST - 1, FIRST + width, FIRST + width - 1
+    targets[1], targets[2] = FIRST + width, FIRST + width - 1
+    targets[4 if width > 5 else 3] = FIRST - 1
+    targets[IGNORED] = -100
+    logits[IGNORED] = torch.nan
     if width > 5:
+        logits[1, 3], logits[1, 4] = 1e4, -1e4
         logits[2] = -torch.inf
         logits[3, : width // 2] = -torch.inf
         logits[4, 1::2] = -torch.inf
@@ -31,7 +38,14 @@ def inputs(shape: str, dtype: str) -> dict:
     if num_valid > 8192:
         logits[3, :8192] = -torch.inf
         logits[5, num_valid - 1] = logits[5].max() + 1
-    return {"logits": logits, "targets": targets, "temperature": 0.7, "first": FIRST, "num_valid": num_valid}
+    return {
+        "logits": logits,
+        "targets": targets,
+        "temperature": 0.7,
+        "soft_cap": SOFT_CAPS[cap],
+        "first": FIRST,
+        "num_valid": num_valid,
+    }
 
 
 def upstream(which: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -43,7 +57,9 @@ def upstream(which: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
 def merged() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(maximum, log_sum, entropy) such as other shards might bring about; the backward takes them as given."""
     spread = torch.rand(3, NUM_TOKENS, generator=torch.Generator().manual_seed(8))
-    return spread[0] + 25.0, spread[1] + 1.0, spread[2] + 0.5
+    maximum = spread[0] + 15.0
+    maximum[1] = 1e4
+    return maximum, spread[1] + 1.0, spread[2] + 0.5
 
 
 def outputs(statistics, backward_into, device: str = "cpu") -> dict[str, torch.Tensor]:
@@ -53,19 +69,19 @@ def outputs(statistics, backward_into, device: str = "cpu") -> dict[str, torch.T
     def place(tensor):
         return None if tensor is None else tensor.to(device)
 
-    for shape in SHAPES:
-        for dtype in DTYPES:
-            arguments = inputs(shape, dtype)
-            logits, targets = place(arguments.pop("logits")), place(arguments.pop("targets"))
-            results[f"{shape} {dtype} statistics"] = statistics(logits, targets, **arguments)
-            for which in UPSTREAMS:
-                grads = map(place, (*merged(), *upstream(which)))
-                out = torch.full_like(logits, torch.nan)
-                backward_into(out, logits, targets, *grads, *arguments.values())
-                results[f"{shape} {dtype} {which}"] = out
-            over = logits.clone()
-            backward_into(over, over, targets, *map(place, (*merged(), *upstream("both"))), *arguments.values())
-            results[f"{shape} {dtype} in place"] = over
+    for shape, dtype, cap in itertools.product(SHAPES, DTYPES, SOFT_CAPS):
+        name = f"{shape} {dtype}{cap}"
+        arguments = inputs(shape, dtype, cap)
+        logits, targets = place(arguments.pop("logits")), place(arguments.pop("targets"))
+        results[f"{name} statistics"] = statistics(logits, targets, **arguments)
+        for which in UPSTREAMS:
+            grads = map(place, (*merged(), *upstream(which)))
+            out = torch.full_like(logits, torch.nan)
+            backward_into(out, logits, targets, *grads, *arguments.values())
+            results[f"{name} {which}"] = out
+        over = logits.clone()
+        backward_into(over, over, targets, *map(place, (*merged(), *upstream("both"))), *arguments.values())
+        results[f"{name} in place"] = over
     return {name: value.cpu() for name, value in results.items()}
 
 

@@ -1,5 +1,6 @@
 """The Triton kernels against the torch reference: under the interpreter, as compiled code, and on a GPU."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -17,7 +18,9 @@ from tests.csrc import logprob_cases as cases
 GRAD_TOLERANCE = {"fp32": 2e-6, "bf16": 2.0**-7, "fp16": 2.0**-10}
 
 ROOT = Path(__file__).parents[2]
-NAMES = [f"{shape} {dtype}" for shape in cases.SHAPES for dtype in cases.DTYPES]
+NAMES = [
+    f"{shape} {dtype}{cap}" for shape, dtype, cap in itertools.product(cases.SHAPES, cases.DTYPES, cases.SOFT_CAPS)
+]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +42,7 @@ def interpreted(tmp_path_factory):
 
 
 def assert_equal_to_reference(outputs, reference, name):
-    dtype = name.split()[-1]
+    dtype = next(dtype for dtype in cases.DTYPES if dtype in name)
     torch.testing.assert_close(outputs[f"{name} statistics"], reference[f"{name} statistics"], atol=1e-5, rtol=1e-6)
     for which in (*cases.UPSTREAMS, "in place"):
         tolerance = GRAD_TOLERANCE[dtype]
@@ -88,14 +91,15 @@ def test_kernels_compile_for_hopper(pointer, tmp_path, monkeypatch):
 
     from megarl.csrc import logprob as kernels
 
-    counts = {"row_stride": "i32", "num_valid": "i32", "first": "i32", "temperature": "fp32"}
+    counts = {"row_stride": "i32", "num_valid": "i32", "first": "i32", "scale": "fp32", "soft_cap": "fp32"}
     statistics = dict(logits=pointer, targets="*i64", statistics="*fp32", num_tokens="i32", **counts)
     rows = dict.fromkeys(("maximum", "log_sum", "entropy", "grad_logprob", "grad_entropy"), "*fp32")
     backward = dict(out=pointer, logits=pointer, targets="*i64", **rows, out_stride="i32", width="i32", **counts)
-    both = {"HAS_GRAD_LOGPROB": True, "HAS_GRAD_ENTROPY": True}
+    backward["inverse_temperature"] = "fp32"
+    everything = {"HAS_GRAD_LOGPROB": True, "HAS_GRAD_ENTROPY": True, "HAS_CAP": True}
     for kernel, types, constants in [
-        (kernels.statistics_kernel, statistics, {"BLOCK": 8192}),
-        (kernels.backward_kernel, backward, {"BLOCK": 4096, **both}),
+        (kernels.statistics_kernel, statistics, {"BLOCK": 8192, "HAS_CAP": True}),
+        (kernels.backward_kernel, backward, {"BLOCK": 4096, **everything}),
     ]:
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)

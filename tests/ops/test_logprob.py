@@ -23,9 +23,12 @@ TOLERANCE = {  # logits: (values, gradient)
 }
 
 
-def definition(logits, targets, temperature=1.0, vocab_size=None):
+def definition(logits, targets, temperature=1.0, vocab_size=None, soft_cap=None):
     """Log-prob and entropy from the definitions, in fp64, written without the op's statistics."""
-    z = logits.double()[:, :vocab_size] / temperature
+    z = logits.double()[:, :vocab_size]
+    if soft_cap is not None:
+        z = soft_cap * torch.tanh(z / soft_cap)
+    z = z / temperature
     p = torch.exp(z) / torch.exp(z).sum(-1, keepdim=True)
     entropy = -(torch.where(p > 0, p, 1.0).log() * p).sum(-1)
     return p[torch.arange(len(targets)), targets].log(), entropy
@@ -48,14 +51,14 @@ def values_and_gradient(function, logits, targets, upstream, **arguments):
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("vocab", [1, 5, 123, 1000])
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
-def test_values_and_gradients_are_the_definition(dtype, vocab, temperature):
+@pytest.mark.parametrize(("temperature", "soft_cap"), [(1.0, None), (0.7, None), (1.5, None), (0.7, 4.0)])
+def test_values_and_gradients_are_the_definition(dtype, vocab, temperature, soft_cap):
     logits, targets, upstream = case(6, vocab, dtype)
     logprob, entropy, grad = values_and_gradient(
-        ops.logprob_and_entropy, logits, targets, upstream, temperature=temperature
+        ops.logprob_and_entropy, logits, targets, upstream, temperature=temperature, soft_cap=soft_cap
     )
     exact_logprob, exact_entropy, exact_grad = values_and_gradient(
-        definition, logits.double(), targets, upstream.double(), temperature=temperature
+        definition, logits.double(), targets, upstream.double(), temperature=temperature, soft_cap=soft_cap
     )
     assert logprob.dtype == entropy.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert grad.dtype == dtype
@@ -84,6 +87,10 @@ def test_gradcheck():
     logits, targets, _ = case(5, 11, torch.float64, vocab_size=9)
     assert torch.autograd.gradcheck(
         lambda z: ops.logprob_and_entropy(z, targets, temperature=0.8, vocab_size=9), logits.requires_grad_()
+    )
+    targets[1] = -100
+    assert torch.autograd.gradcheck(
+        lambda z: ops.logprob_and_entropy(z, targets, temperature=0.8, vocab_size=9, soft_cap=2.0), logits
     )
 
 
@@ -127,6 +134,44 @@ def test_nan_is_not_hidden():
     assert logprob.isnan().tolist() == entropy.isnan().tolist() == [False, True, False]
 
 
+@pytest.mark.parametrize("chunk_elements", [1, 1 << 18], ids=["a row a chunk", "one chunk"])
+def test_ignored_tokens_are_not_there(monkeypatch, chunk_elements):
+    monkeypatch.setattr(ops, "CHUNK_ELEMENTS", chunk_elements)
+    logits, targets, upstream = case(6, 50, torch.bfloat16)
+    kept = torch.tensor([1, 3, 4])
+    expected = values_and_gradient(ops.logprob_and_entropy, logits[kept], targets[kept], upstream[:, kept])
+    ignored = torch.ones(6, dtype=torch.bool).index_fill(0, kept, False)
+    logits[ignored] = torch.nan
+    logprob, entropy, grad = values_and_gradient(
+        ops.logprob_and_entropy, logits, targets.masked_fill(ignored, -100), upstream
+    )
+    for found, values in zip((logprob, entropy, grad), expected, strict=True):
+        torch.testing.assert_close(found[kept], values, atol=1e-6, rtol=0)
+        assert not found[ignored].any()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_extreme_logits(temperature):
+    logits, targets, upstream = case(6, 123)
+    logits[:, ::2] = -1e4
+    logits[1, :] = 1e4
+    logits[2, 7] = 1e4
+    logits[3, :60] = -torch.inf
+    targets[:] = 61
+    logprob, entropy, grad = values_and_gradient(
+        ops.logprob_and_entropy, logits, targets, upstream, temperature=temperature
+    )
+    z = torch.log_softmax(logits.double() / temperature, dim=-1)
+    p = z.exp()
+    exact_logprob, exact_entropy = z[:, 61], -(p * z).nan_to_num(0.0).sum(-1)
+    torch.testing.assert_close(logprob.double(), exact_logprob, atol=5e-6, rtol=1e-6)
+    torch.testing.assert_close(entropy.double(), exact_entropy, atol=5e-6, rtol=0)
+    slope = upstream[1].double()[:, None] * (z + exact_entropy[:, None]).nan_to_num(0.0, neginf=0.0)
+    exact_grad = -p * (slope + upstream[0].double()[:, None])
+    exact_grad[:, 61] += upstream[0]
+    torch.testing.assert_close(grad.double(), exact_grad / temperature, atol=5e-6, rtol=1e-6)
+
+
 def test_large_logits_keep_their_digits():
     logits, targets, upstream = case(6, 123)
     # 4096 is added exactly to logits that are multiples of 2^-10.
@@ -161,9 +206,9 @@ def test_no_fp32_copy_of_all_logits(monkeypatch):
     monkeypatch.setattr(ops, "CHUNK_ELEMENTS", 4000)
     logits, targets, upstream = case(64, 1000, torch.bfloat16)
     with LargestFloat32() as largest:
-        statistics = ops.reference_local_statistics(logits, targets, 0.7, 0, 990)
-        maximum, log_sum, _, entropy = ops.merge_statistics(statistics[None])
-        ops.reference_backward_into(logits, logits, targets, maximum, log_sum, entropy, *upstream, 0.7, 0, 990)
+        statistics = ops.reference_local_statistics(logits, targets, 0.7, 30.0, 0, 990)
+        maximum, log_sum, _, entropy = ops.merge_statistics(statistics[None], targets, 0.7)
+        ops.reference_backward_into(logits, logits, targets, maximum, log_sum, entropy, *upstream, 0.7, 30.0, 0, 990)
     assert 0 < largest.num_elements <= 4000
 
 
@@ -200,21 +245,22 @@ def test_strided_logits_and_targets():
 
 def test_the_inner_ops_are_well_formed():
     logits, targets, upstream = case(4, 9)
-    arguments = (targets, 0.7, 0, 8)
-    torch.library.opcheck(ops.local_statistics, (logits, *arguments))
-    statistics = ops.local_statistics(logits, *arguments)
-    maximum, log_sum, _, entropy = ops.merge_statistics(statistics[None])
-    for upstreams in [(upstream[0], upstream[1]), (upstream[0], None), (None, upstream[1])]:
-        torch.library.opcheck(
-            ops.backward_into,
-            (torch.empty_like(logits), logits, targets, maximum, log_sum, entropy, *upstreams, 0.7, 0, 8),
-        )
+    for options in [(0.7, None, 0, 8), (0.7, 5.0, 0, 8)]:
+        torch.library.opcheck(ops.local_statistics, (logits, targets, *options))
+        statistics = ops.local_statistics(logits, targets, *options)
+        maximum, log_sum, _, entropy = ops.merge_statistics(statistics[None], targets, 0.7)
+        for upstreams in [(upstream[0], upstream[1]), (upstream[0], None), (None, upstream[1])]:
+            torch.library.opcheck(
+                ops.backward_into,
+                (torch.empty_like(logits), logits, targets, maximum, log_sum, entropy, *upstreams, *options),
+            )
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"temperature": 0.0}, "temperature 0.0 must be > 0"),
+        ({"soft_cap": -1.0}, "soft_cap -1.0 must be > 0"),
         ({"vocab_size": 13}, "vocab_size 13 must lie in 1..12"),
         ({"targets": torch.zeros(3, dtype=torch.int32)}, "int64"),
         ({"targets": torch.zeros(4, dtype=torch.int64)}, r"\[N, V_local\]"),
