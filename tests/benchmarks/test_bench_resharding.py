@@ -1,5 +1,7 @@
 """What the resharding benchmark says of paper-size layouts holds, and its engine layouts are those of vLLM's loader."""
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -109,3 +111,22 @@ def test_stages_are_vllms(pp):
     for num_layers in (16, 61, 94):
         for rank in range(pp):
             assert stage_layers(num_layers, rank, pp) == range(*get_pp_indices(num_layers, rank, pp))
+
+
+@pytest.mark.slow
+def test_quick_run_writes_every_design(tmp_path):
+    root, out = Path(__file__).parents[2], tmp_path / "results" / "resharding.json"
+    command = [sys.executable, "benchmarks/bench_resharding.py", "--quick", "--out", str(out)]
+    subprocess.run(command, cwd=root, check=True, timeout=200)
+    results = json.loads(out.read_text())["results"]
+    assert {(r["kind"], r["design"]) for r in results} == {
+        ("simulated", "planned"), ("simulated", "gathered"),
+        ("measured", "planned"), ("measured", "gathered"), ("measured", "megatron"),
+    }  # fmt: skip
+    for r in results:
+        assert (r["seconds"] is not None) == (r["kind"] == "measured")
+        assert (r["planning_seconds"] is None) == (r["design"] == "gathered")
+        assert r["egress_bytes_max"] >= r["egress_bytes_mean"] > 0 and r["peak_extra_bytes"] > 0
+    sync = {r["design"]: r for r in results if r["case"].startswith("sync")}
+    assert sync["planned"]["ingress_bytes_max"] == sync["planned"]["ingress_lower_bound"]
+    assert out.with_suffix(".png").stat().st_size > 10_000
