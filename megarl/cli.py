@@ -1,4 +1,4 @@
-"""The commands: train, sft, explain, make-task."""
+"""The commands: train, sft, reward-model, explain, make-task."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ from rich.table import Table
 from megarl import __version__, algorithms, launcher
 from megarl.config import explain as explaining
 from megarl.config.load import load
-from megarl.config.root import SFTConfig, TrainConfig
+from megarl.config.root import RewardModelTrainConfig, SFTConfig, TrainConfig
 from megarl.config.summary import batch_table
 from megarl.errors import MegarlError
 from megarl.parallel.coordinates import ParallelSizes
@@ -134,21 +134,41 @@ def train(layers: Layers, dry_run: DryRun = False, quiet: Quiet = False, debug: 
 @app.command()
 def sft(layers: Layers, dry_run: DryRun = False, quiet: Quiet = False, debug: Debug = False) -> None:
     """Train a model on demonstrations (a supervised warm start)."""
-    config = _read(SFTConfig, layers)
-    if launcher.checks_input():
-        check_megatron()
-        _check_output_dir(config)
-        _check_model(config.model.path, config, config.model.transformer_impl)
-    if dry_run:
-        _show(config, [("trainer ranks", str(config.world_size))])
-        return
+    config = _supervised(SFTConfig, layers, dry_run)
 
     def work(config, quiet):
         from megarl.sft import sft as run
 
         run(config, quiet)
 
-    _run(config, "sft", layers, quiet, debug, work)
+    if not dry_run:
+        _run(config, "sft", layers, quiet, debug, work)
+
+
+@app.command("reward-model")
+def reward_model(layers: Layers, dry_run: DryRun = False, quiet: Quiet = False, debug: Debug = False) -> None:
+    """Train a reward model on pairs of a chosen and a rejected answer."""
+    config = _supervised(RewardModelTrainConfig, layers, dry_run)
+
+    def work(config, quiet):
+        from megarl.sft import reward_model as run
+
+        run(config, quiet)
+
+    if not dry_run:
+        _run(config, "reward-model", layers, quiet, debug, work)
+
+
+def _supervised(root, layers: list[str], dry_run: bool):
+    """The configuration of a supervised command, checked, and shown where that is all."""
+    config = _read(root, layers)
+    if launcher.checks_input():
+        check_megatron()
+        _check_output_dir(config)
+        _check_model(config.model.path, config, config.model.transformer_impl)
+    if dry_run:
+        _show(config, [("trainer ranks", str(config.world_size))])
+    return config
 
 
 def _show(config, rows: list[tuple[str, str]]) -> None:
@@ -162,11 +182,13 @@ def _show(config, rows: list[tuple[str, str]]) -> None:
 @app.command()
 def explain(
     key: Annotated[str, typer.Argument(help="A key, like actor.optim.lr, or a section, like actor.")] = "",
-    command: Annotated[Literal["train", "sft"], typer.Option("--command", "-c", help="Whose configuration.")] = "train",
+    command: Annotated[
+        Literal["train", "sft", "reward-model"], typer.Option("--command", "-c", help="Whose configuration.")
+    ] = "train",
     debug: Debug = False,
 ) -> None:
     """Say what a configuration key does; without a key, list the sections."""
-    root = {"train": TrainConfig, "sft": SFTConfig}[command]
+    root = {"train": TrainConfig, "sft": SFTConfig, "reward-model": RewardModelTrainConfig}[command]
     print(explaining.explain(key, root, {name: algorithms.get(name).Config for name in algorithms.names()}))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config.base import Section
-from megarl.config.root import SFTConfig, TrainConfig
+from megarl.config.root import RewardModelTrainConfig, SFTConfig, TrainConfig
 
 _CLIP = ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high")
 
@@ -146,7 +146,7 @@ def aliases_of(root: type[Section]) -> dict[str, tuple[str, ...]]:
     """Spelling -> the keys that it stands for, in the configuration `root`."""
     if issubclass(root, TrainConfig):
         return TRAIN
-    return SFT if issubclass(root, SFTConfig) else {}
+    return SFT if issubclass(root, (SFTConfig, RewardModelTrainConfig)) else {}
 
 
 def resolve(spelling: str, root: type[Section]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from megarl.config.explain import dump
-from megarl.config.root import SFTConfig, TrainConfig
+from megarl.config.root import RewardModelTrainConfig, SFTConfig, TrainConfig
 from megarl.observability.loggers import Loggers, ProgressBar
 from megarl.observability.metrics import rollout_metrics
 from megarl.observability.plots import plot_run
@@ -24,7 +24,9 @@ class Reporter:
     The summary is written when the run ends well; metrics are on disk after every step.
     """
 
-    def __init__(self, config: TrainConfig | SFTConfig, run_dir: Path, speaks: bool, quiet: bool):
+    def __init__(
+        self, config: TrainConfig | SFTConfig | RewardModelTrainConfig, run_dir: Path, speaks: bool, quiet: bool
+    ):
         self.speaks = speaks
         self.quiet = quiet
         self.run_dir = run_dir
@@ -113,7 +115,7 @@ class Reporter:
         ]
         self.bar.note(f"step {step}: held-out {', '.join(parts)}")
         when = "before" if step == 0 else "after"
-        for kind in ("sampled", "greedy"):
+        for kind in ("sampled", "greedy", "pair"):
             if f"heldout/{kind}_accuracy" in metrics:
                 self.summary[f"heldout_{kind}_{when}"] = metrics[f"heldout/{kind}_accuracy"]
 

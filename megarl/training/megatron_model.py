@@ -68,7 +68,7 @@ class MegatronModel:
             self.sharded = files.load(module, model.path, layout)
         self._config_changes = heads.value_config(self.hf) if value_head else {}
         self.sum_over_dp = sum_over(layout.groups.dp)
-        self.module = module
+        self.module = self.unwrapped = module
         if optim is None:
             module.requires_grad_(False)
             return

@@ -45,7 +45,7 @@ class Policy(MegatronModel):
     @property
     def output_weight(self) -> torch.Tensor:
         """This rank's rows of the output layer [V_padded / tp, H]; tied to the embedding or not."""
-        model = self.module
+        model = self.unwrapped
         return model.shared_embedding_or_output_weight() if self.hf.tie_word_embeddings else model.output_layer.weight
 
     def _statistics(
@@ -98,7 +98,7 @@ class Policy(MegatronModel):
                 "hidden": hidden[: len(micro.tokens), 0],
             }
 
-        watch = self.module.output_layer.register_forward_pre_hook(lambda layer, inputs: seen.append(inputs[0]))
+        watch = self.unwrapped.output_layer.register_forward_pre_hook(lambda layer, inputs: seen.append(inputs[0]))
         found = self._map(batch, max_tokens, on_output)
         watch.remove()
         return found["logprobs"], found["hidden"]
