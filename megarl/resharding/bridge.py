@@ -168,12 +168,18 @@ class Bridge:
             for digest in dict.fromkeys(d for replica in layouts for d in replica)
         }
         setup = _Setup(self._store.port, sizes, [[h.device for h in replica] for replica in hellos], layouts, known)
-        setup.error = self._disagreement(hellos) or self._not_covered(setup)
+        setup.error = self.disagreement(hellos) or self._not_covered(setup)
         if setup.error:
             self._tell_all(setup, lambda replica, worker: handshake.Program(error=setup.error))
         return setup
 
-    def _disagreement(self, hellos: list[list[handshake.Hello]]) -> str:
+    @staticmethod
+    def disagreement(hellos: list[list[handshake.Hello]]) -> str:
+        """How workers at the same place of different engines differ; empty when they do not.
+
+        Args:
+            hellos: [engine][worker].
+        """
         versions = {hello.vllm: f"engine {r} worker {w}" for r, ws in enumerate(hellos) for w, hello in enumerate(ws)}
         if len(versions) > 1:
             return f"the engine workers run different vLLM releases: {versions}; give all of them the same"

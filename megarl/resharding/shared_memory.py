@@ -35,6 +35,7 @@ class SharedWriter:
         """
         self._link_of, self._peer = link_of, peer
         self._freed = 0  # rounds that the worker has read
+        self._told: list[Callable[[], None]] = []
         if device.type == "cpu":
             path = f"{_FOLDER}/megarl-{os.getpid()}-{name}"
             size = max(1, _SLOTS * slot_bytes)
@@ -69,14 +70,17 @@ class SharedWriter:
         """Tell the worker that the slot is written."""
         if self.slots[0].is_cuda:
             torch.cuda.current_stream().synchronize()
-        self._link_of().send(self._peer, _TOKEN)
+        # Not waited for here: gloo's send ends when the other side receives, and that side may be sending to us.
+        self._told.append(self._link_of().exchange(sends=[(self._peer, _TOKEN)]))
 
     def end(self, rounds: int) -> None:
         """Wait until the worker has read all `rounds`."""
         while self._freed < rounds:
             self._link_of().receive(self._peer, (1,), torch.uint8)
             self._freed += 1
-        self._freed = 0
+        for wait in self._told:
+            wait()
+        self._freed, self._told = 0, []
 
     def unlink(self) -> None:
         """Once both sides have the memory mapped it needs no name, and nothing is left behind by a crash."""
@@ -99,6 +103,7 @@ class SharedReader:
             storage = torch.UntypedStorage._new_shared_cuda(device.index if index is not None else index, *handle)
         whole = torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage)
         self._slots = whole.split(max(1, description["slot_bytes"]))
+        self._told: list[Callable[[], None]] = []
 
     def post(self, number: int, size: int) -> tuple[torch.Tensor, Callable[[], None]]:
         """(a private buffer of round `number`, a function that fills it)."""
@@ -109,6 +114,8 @@ class SharedReader:
             buffer.copy_(self._slots[number % _SLOTS][:size])
             if buffer.is_cuda:
                 torch.cuda.current_stream().synchronize()
-            self._link.send(self._door, _TOKEN)
+            self._told.append(self._link.exchange(sends=[(self._door, _TOKEN)]))
+            if len(self._told) > _SLOTS:
+                self._told.pop(0)()  # the door has heard it: it has filled the slot since
 
         return buffer, fill

@@ -102,7 +102,7 @@ def test_any_layout_into_two_replicas(family, names, tiny_config, tmp_path):
 
 def test_into_a_tensor_parallel_engine_through_shared_memory(tiny_config, tmp_path):
     rollout = {"tensor_model_parallel_size": 2}
-    found = run("qwen2-untied", ["TP2", "PP2"], 2, tiny_config, tmp_path, rollout, transport="shared_memory")
+    found = run("llama", ["TP2", "PP2"], 2, tiny_config, tmp_path, rollout, transport="shared_memory")
     assert found["TP2", "planned"]["upstream"] == ["memory"]
 
 

@@ -11,6 +11,7 @@ from megarl.errors import MegarlError
 from megarl.parallel.coordinates import ParallelSizes
 from megarl.resharding import transport
 from megarl.resharding.bridge import Bridge
+from megarl.resharding.handshake import Hello
 from megarl.resharding.parity import Parity
 from megarl.rollout.start import start_driver
 from tests.memory import AllocationMeter
@@ -99,7 +100,7 @@ def _scored_by_transformers(path: str):
 def _outcome(action, *arguments) -> str:
     try:
         action(*arguments)
-    except MegarlError as error:
+    except (MegarlError, ValueError) as error:
         return str(error)
     return ""
 
@@ -129,6 +130,8 @@ def _with_faults(config, sizes: dict, old: str, new: str, run_dir: str, in_train
                 refusal = _outcome(driver.generate, SEQUENCES[:1], 1, 0.0, 4, 0)
                 found[fault] = (said, refusal)
             torch.distributed.barrier()
+        fault_plugin.choose("worker takes less")
+        found["worker takes less"] = _outcome(Bridge(model, layout, SyncConfig(), driver).connect)
         fault_plugin.choose("none")
     return found
 
@@ -192,8 +195,20 @@ def test_every_fault_of_a_delivery_is_named(faulty):
     for fault in ("interrupted", "worker fails half-way"):
         said, refusal = found[fault]
         assert said and "does not generate" in refusal, (fault, found[fault])
+    assert "engine 0 takes 0 of the 128 elements of model.norm.weight" in found["worker takes less"]
     said, _ = found["skipped MoE prepack"]
     assert "disagree about weight version" in said and "installed them wrongly" in said
+
+
+def test_engine_workers_that_disagree_are_named():
+    alike = [[Hello("0.32", "cpu", "a"), Hello("0.32", "cpu", "b")]]
+    assert Bridge.disagreement([*alike, *alike]) == ""
+    other_layout = [Hello("0.32", "cpu", "a"), Hello("0.32", "cpu", "c")]
+    assert "engine 1 worker 1 lays its weights out differently from engine 0 worker 1" in Bridge.disagreement(
+        [*alike, other_layout]
+    )
+    other_release = [Hello("0.33", "cpu", "a"), Hello("0.32", "cpu", "b")]
+    assert "different vLLM releases" in Bridge.disagreement([*alike, other_release])
 
 
 def test_a_tied_copy_left_behind_is_seen_by_parity(faulty):
