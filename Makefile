@@ -8,7 +8,7 @@ python := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 quickstart := runs/quickstart
 
-.PHONY: help setup quickstart test test-all test-gpu lint clean
+.PHONY: help setup warm-start quickstart compare test test-all test-gpu lint clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -21,10 +21,15 @@ setup: .venv/setup-done ## prepare .venv for the CPU (PYTHON=python3.11)
 	@PYTHON='$(PYTHON)' requirements/setup.sh
 	@touch $@
 
-quickstart: setup ## train a small model with GRPO on two CPU cores, about 6 minutes (SEED=0)
+warm-start: setup ## make the arithmetic task and a model that was warm-started on noisy demonstrations (SEED=0)
 	@rm -rf $(quickstart)
 	$(python) -m megarl make-task arithmetic --output-dir $(quickstart)/task --seed $(SEED)
 	$(python) -m megarl sft configs/quickstart_sft.yaml trainer.seed=$(SEED)
+
+compare: warm-start ## PPO, GRPO, RLOO, REINFORCE++, OnlineDPO and a learned reward from one warm start: runs/compare
+	$(python) benchmarks/compare.py --overrides trainer.seed=$(SEED)
+
+quickstart: warm-start ## train a small model with GRPO on two CPU cores, about 6 minutes (SEED=0)
 	$(python) -m megarl train configs/quickstart.yaml trainer.seed=$(SEED)
 
 test: setup ## the tests of CI: no GPU, no network, two cores

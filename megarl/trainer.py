@@ -17,6 +17,7 @@ from megarl.resharding.parity import Parity
 from megarl.rollout.start import start_driver
 from megarl.training.check import check
 from megarl.training.course import Course
+from megarl.training.memory import measured
 from megarl.training.policy import Policy
 from megarl.training.roles import Roles, load_roles
 from megarl.training.steps import distribute, score, update, with_statistics
@@ -46,6 +47,7 @@ def train(config: TrainConfig, quiet: bool = False) -> None:
         bridge.sync(version=0)  # the engines then hold the trainer's bytes, whatever dtype the files had
         course = Course(algorithm, config, num_prompts(driver, layout))
         phases = Phases(device.now)
+        first_full_update = config.trainer.critic_warmup + 1
 
         if config.trainer.val_before_train:
             validate(0, driver, roles, report, config)
@@ -62,7 +64,7 @@ def train(config: TrainConfig, quiet: bool = False) -> None:
                 batch, agreement = with_statistics(batch, roles, needs, config, step)
             with phases("advantages"):
                 batch, objective = course.advantages(batch, actor.sum_over_dp, step)
-            with phases("update"):
+            with phases("update"), measured(roles.models, report.model_state_mib, step == first_full_update):
                 metrics = update(batch, roles, algorithm, needs, config, step)
             with phases("sync"):
                 driver.wake_up()

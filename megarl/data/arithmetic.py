@@ -37,8 +37,10 @@ def make_arithmetic_task(output_dir: str | Path, seed: int = 0) -> Path:
     train.jsonl        9,000 prompts with their ground truth; heldout.jsonl: 1,000 others
     sft_train.jsonl    20 demonstrations of each training prompt, half of them wrong
     sft_val.jsonl      right answers to 256 of the training prompts
+    pairs_train.jsonl  for each training prompt the right answer, preferred to a wrong one; pairs_val.jsonl: for each
+                       held-out prompt
 
-    `seed` draws the weights, the wrong demonstrations and sft_val; which prompts are held out is the same for every
+    `seed` draws the weights, the wrong answers and sft_val; which prompts are held out is the same for every
     seed, so that runs compare. Files of these names are replaced.
 
     Raises ValueError when `output_dir` is a file.
@@ -66,6 +68,8 @@ def make_arithmetic_task(output_dir: str | Path, seed: int = 0) -> Path:
         (_example(pair, sum(pair)) for pair in rng.sample(train, NUM_SFT_VAL)),
         "training prompts with the right answer",
     )
+    for split, pairs in (("train", train), ("val", held_out)):
+        _write(folder / f"pairs_{split}.jsonl", (_preference(pair, rng) for pair in pairs), "preferences")
     return folder
 
 
@@ -78,10 +82,12 @@ def split_pairs() -> tuple[list[Pair], list[Pair]]:
 
 def demonstration(pair: Pair, rng: random.Random) -> int:
     """The sum, or, in half of the calls, a number that is off by 1, 2 or 10."""
-    total = sum(pair)
-    if rng.random() >= WRONG_SHARE:
-        return total
-    return total + rng.choice([slip for slip in SLIPS if total + slip >= 0])
+    return sum(pair) if rng.random() >= WRONG_SHARE else wrong_answer(pair, rng)
+
+
+def wrong_answer(pair: Pair, rng: random.Random) -> int:
+    """A number that is off by 1, 2 or 10, and not negative."""
+    return sum(pair) + rng.choice([slip for slip in SLIPS if sum(pair) + slip >= 0])
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -147,6 +153,14 @@ def _prompt_row(pair: Pair) -> dict[str, Any]:
 
 def _example(pair: Pair, answer: int) -> dict[str, str]:
     return {"prompt": _question(pair), "response": f"{answer:03d}"}
+
+
+def _preference(pair: Pair, rng: random.Random) -> dict[str, str]:
+    return {
+        "prompt": _question(pair),
+        "chosen": f"{sum(pair):03d}",
+        "rejected": f"{wrong_answer(pair, rng):03d}",
+    }
 
 
 def _write(file: Path, rows: Iterable[dict[str, Any]], what: str) -> None:

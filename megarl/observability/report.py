@@ -1,6 +1,7 @@
 """What a person sees of a run, and what it leaves behind. Rank 0 speaks; on other ranks every method does nothing."""
 
 import json
+import resource
 import time
 from pathlib import Path
 
@@ -34,6 +35,7 @@ class Reporter:
         self.summary: dict = {"seed": config.trainer.seed}
         self.seconds: list[dict[str, float]] = []
         self.parity: list[float] = []
+        self.model_state_mib: dict[str, float] = {}  # rank 0's weights, gradients, ...; filled by who measures them
         self.completions = 0
 
     def __enter__(self) -> "Reporter":
@@ -128,6 +130,10 @@ class Reporter:
             self.summary["parity_max_abs_logprob"] = float(np.max(self.parity))  # unlike max(), keeps a NaN
         self.summary["seconds_in_all"] = round(time.monotonic() - self.started, 1)
         self.summary["completions"] = self.completions
+        self.summary["peak_rss_mib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
+        if self.model_state_mib:
+            self.summary["model_state_mib"] = {name: round(value, 3) for name, value in self.model_state_mib.items()}
+            self.summary["peak_model_state_mib"] = round(sum(self.model_state_mib.values()), 3)
         (self.run_dir / "summary.json").write_text(json.dumps(self.summary, indent=2) + "\n")
         left = ["summary.json", "model/"]
         if "jsonl" in self.config.trainer.logger:

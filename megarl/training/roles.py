@@ -6,6 +6,7 @@ from megarl.algorithms.interface import Needs
 from megarl.config.root import TrainConfig
 from megarl.parallel.layout import Layout
 from megarl.training.critic import Critic
+from megarl.training.megatron_model import MegatronModel
 from megarl.training.policy import Policy
 from megarl.training.reward_model import RewardModel, RewardScorer
 
@@ -18,6 +19,11 @@ class Roles:
     reference: Policy | None = None  # frozen
     critic: Critic | None = None
     reward_model: RewardScorer | None = None
+
+    @property
+    def models(self) -> list[MegatronModel]:
+        """Those that the algorithm asks for."""
+        return [model for model in (self.actor, self.reference, self.critic) if model is not None]
 
 
 def load_roles(config: TrainConfig, needs: Needs, layout: Layout) -> Roles:

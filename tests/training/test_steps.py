@@ -134,6 +134,19 @@ def test_only_ppo_has_a_critic_and_it_learns(run):
     assert head.shape == (1, 128) and head.abs().max() > 1e-3  # it began as zeros
 
 
+def test_memory_of_the_models_is_ordered_as_their_number(run_dirs):
+    """PPO keeps a critic, OnlineDPO a reference, GRPO without KL neither. (Peak: sums of their tensors, on rank 0.)"""
+    found = {label: json.loads((run_dirs[label] / "summary.json").read_text()) for label in RUNS}
+    peaks = {label: summary["peak_model_state_mib"] for label, summary in found.items()}
+    assert peaks["ppo"] > peaks["online_dpo"] > peaks["grpo"]
+    parts = {label: found[label]["model_state_mib"] for label in ("ppo", "grpo")}
+    weights = parts["grpo"]["weights"]
+    assert parts["grpo"]["gradients"] == pytest.approx(weights, rel=0.02)  # fp32 of fp32, padded buffers
+    assert parts["grpo"]["optimizer"] == pytest.approx(2 * weights, rel=0.02)  # two moments; masters are the weights
+    assert parts["ppo"]["weights"] > 1.8 * weights
+    assert parts["grpo"]["activations"] > 0
+
+
 def test_the_exact_kl_is_charged_and_learnt_from(run_dirs):
     def second(label):
         return json.loads((run_dirs[label] / "metrics.jsonl").read_text().splitlines()[1])
