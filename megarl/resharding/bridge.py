@@ -10,6 +10,7 @@ tensors through rank 0, and through vLLM's own loader; slower, and the oracle th
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ class _Setup(msgspec.Struct):
 
     port: int
     sizes: list[int]  # workers of each replica
-    devices: list[list[str]]
+    beside: list[list[bool]]  # whether each worker is on rank 0's node
     layouts: list[list[str]]  # digest of each replica's workers
     known: dict[str, EngineLayout]
     error: str = ""
@@ -167,7 +168,8 @@ class Bridge:
             digest: msgspec.json.decode(self._store.get(f"layout/{digest}"), type=EngineLayout)
             for digest in dict.fromkeys(d for replica in layouts for d in replica)
         }
-        setup = _Setup(self._store.port, sizes, [[h.device for h in replica] for replica in hellos], layouts, known)
+        beside = [[hello.node == socket.gethostname() for hello in replica] for replica in hellos]
+        setup = _Setup(self._store.port, sizes, beside, layouts, known)
         setup.error = self.disagreement(hellos) or self._not_covered(setup)
         if setup.error:
             self._tell_all(setup, lambda replica, worker: handshake.Program(error=setup.error))
@@ -230,11 +232,11 @@ class Bridge:
     def _plan(self, setup: _Setup) -> None:
         """One plan for each distinct engine; the same on every rank, without exchange."""
         sources = Sources(self.model.holdings)
-        plans: dict[tuple[str, ...], tuple] = {}
+        plans: dict[tuple, tuple] = {}
         for index, digests in enumerate(setup.layouts):
-            key = tuple(digests)
+            key = (*digests, *setup.beside[index])
             if key not in plans:
-                plans[key] = self._plan_engine(sources, [setup.known[d] for d in digests])
+                plans[key] = self._plan_engine(sources, [setup.known[d] for d in digests], setup.beside[index])
             plan, ledger, metas, places = plans[key]
             upstream = self._upstream(index, setup)
             fed = upstream == "trainer" and self.config.mode == "planned"
@@ -244,7 +246,7 @@ class Bridge:
                 senders = sorted({0, *doors})
             self.replicas.append(_Replica(index, len(digests), plan, ledger, metas, places, upstream, senders, doors))
 
-    def _plan_engine(self, sources: Sources, layouts: list[EngineLayout]) -> tuple:
+    def _plan_engine(self, sources: Sources, layouts: list[EngineLayout], beside: list[bool]) -> tuple:
         world, metas = self.layout.world_size, self._metas
         if self.config.mode == "gathered":
             holding = Holding((0,), [whole(meta.name, meta.shape) for meta in metas.values()])
@@ -260,14 +262,15 @@ class Bridge:
             Holding((world + worker,), handshake.destination_pieces(layout, metas))
             for worker, layout in enumerate(layouts)
         ]
-        plan = make_plan(sources, holdings, metas, self.bucket_bytes, self._distance)
+        local = transport.ranks_per_node(world)
+
+        def distance(source: int, destination: int) -> int:
+            return 0 if source < local and beside[destination - world] else 1
+
+        plan = make_plan(sources, holdings, metas, self.bucket_bytes, distance)
         ledger = Ledger(plan)
         places = [torch.tensor([ledger.places[p.name, p.box] for p in holding.pieces]) for holding in holdings]
         return plan, ledger, metas, places
-
-    def _distance(self, source: int, destination: int) -> int:
-        """Engines run on rank 0's node."""
-        return 0 if source < transport.ranks_per_node(self.layout.world_size) else 1
 
     def _upstream(self, index: int, setup: _Setup) -> str:
         if self.config.mode == "gathered":

@@ -21,7 +21,7 @@ class Hello(msgspec.Struct):
     """A worker's first words."""
 
     vllm: str  # version
-    device: str  # "cpu", or the GPU's UUID
+    node: str  # host name
     layout: str  # digest
 
 

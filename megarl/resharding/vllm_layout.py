@@ -53,6 +53,8 @@ class _LoaderTrace(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
     def _record(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        if destination.numel() == 0:
+            return  # a worker past the end of a small vocabulary takes no row of it
         name, meta = self.feeding
         target = self.destinations.get(_storage(destination))
         box = None if target is None or _storage(source) != _storage(meta) else view_as_box(source, meta.shape)

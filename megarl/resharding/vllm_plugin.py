@@ -6,6 +6,7 @@ Registered by the entry point `vllm.general_plugins`, which every vLLM process l
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -78,8 +79,7 @@ def register() -> None:
             digest = handshake.digest_of(self.layout)
             if self.store.add(f"claim/{digest}", 1) == 1:  # the first of its kind: the layout travels once
                 self.store.set(f"layout/{digest}", msgspec.json.encode(self.layout))
-            device = str(torch.cuda.get_device_properties(self.device).uuid) if self.device.type == "cuda" else "cpu"
-            hello = handshake.Hello(vllm_version, device, digest)
+            hello = handshake.Hello(vllm_version, socket.gethostname(), digest)
             self.store.set(f"hello/{replica}/{worker}", msgspec.json.encode(hello))
             program = msgspec.json.decode(self.store.get(f"program/{replica}/{worker}"), type=handshake.Program)
             if program.error:

@@ -201,13 +201,13 @@ def test_every_fault_of_a_delivery_is_named(faulty):
 
 
 def test_engine_workers_that_disagree_are_named():
-    alike = [[Hello("0.32", "cpu", "a"), Hello("0.32", "cpu", "b")]]
+    alike = [[Hello("0.32", "node", "a"), Hello("0.32", "node", "b")]]
     assert Bridge.disagreement([*alike, *alike]) == ""
-    other_layout = [Hello("0.32", "cpu", "a"), Hello("0.32", "cpu", "c")]
+    other_layout = [Hello("0.32", "node", "a"), Hello("0.32", "node", "c")]
     assert "engine 1 worker 1 lays its weights out differently from engine 0 worker 1" in Bridge.disagreement(
         [*alike, other_layout]
     )
-    other_release = [Hello("0.33", "cpu", "a"), Hello("0.32", "cpu", "b")]
+    other_release = [Hello("0.33", "node", "a"), Hello("0.32", "node", "b")]
     assert "different vLLM releases" in Bridge.disagreement([*alike, other_release])
 
 
