@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from megarl import algorithms
 from megarl.config.root import TrainConfig
+from megarl.data.arithmetic import build_tokenizer
 from megarl.rollout import replay
 from megarl.types import Completion, Prompt, Rollout
+from tests import tiny_models
 from tests.parallel_utils import run_ranks
 
 STEPS, PROMPTS = 2, 4
@@ -24,6 +27,7 @@ RUNS = {
     "dr_grpo": {"loss_scale_factor": 8.0},
     "ppo pf": {"use_pf_ppo": True, **KL_IN_REWARD},
     "ppo full": {"use_kl_in_reward": True, "kl_penalty": "full"},
+    "remax learned": {},
     "grpo full": {"use_kl_loss": True, "kl_loss_type": "full", "kl_loss_coef": 0.1},
 }
 
@@ -65,7 +69,19 @@ def _train_all(configs: dict) -> None:
 
 
 @pytest.fixture(scope="module")
-def run_dirs(tiny_config, tmp_path_factory) -> dict[str, Path]:
+def classifier(tiny_checkpoint, tmp_path_factory) -> Path:
+    """A reward model of another vocabulary size and family than the policy, with its own tokenizer."""
+    folder = tmp_path_factory.mktemp("classifier")
+    build_tokenizer().save_pretrained(folder)
+    torch.manual_seed(4)
+    config = tiny_models.CONFIGS["qwen3-tied"]()
+    config.num_labels = 1
+    AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_dirs(tiny_config, classifier, tmp_path_factory) -> dict[str, Path]:
     """Every run's folder: two tensor-parallel ranks."""
     root = tmp_path_factory.mktemp("algorithms")
     for n in (2, 4):
@@ -89,6 +105,9 @@ def run_dirs(tiny_config, tmp_path_factory) -> dict[str, Path]:
                 "critic": {"ppo_mini_batch_size": 4, "optim": {"lr": 1e-3}, "ppo_epochs": 2},
                 "rollout": {"n": n, "replay_dir": str(root / f"n{n}")},
                 "algorithm": {"name": name},
+                "reward_model": {"path": str(classifier), "weight": 0.5, "max_length": 32}
+                if "learned" in label
+                else {},
             }
         ).model_dump(mode="json") | {"algorithm": {"name": name, **keys}}
     run_ranks(_train_all, 2, configs, timeout_seconds=400)
@@ -162,6 +181,26 @@ def test_pairs_are_whole(run_dirs):
     assert abs(first["loss/policy_avg"] - math.log(2)) < 0.1  # near the reference, sigmoid(0) is one half
     assert {"rewards/margins", "rewards/accuracies", "logps/chosen", "objective/scores_margin", "beta"} <= first.keys()
     assert first["beta"] == pytest.approx(0.1)
+
+
+def test_a_learned_reward_is_added_with_its_weight(run_dirs, classifier):
+    """Every completion of these rollouts has the same text: one score, by transformers."""
+    tokenizer = AutoTokenizer.from_pretrained(classifier)
+    model = AutoModelForSequenceClassification.from_pretrained(classifier, dtype=torch.float32).eval()
+    messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "12"}]
+    ids = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        expected = model(ids).logits.item()
+    learned, rules = (
+        [json.loads(line) for line in (run_dirs[label] / "metrics.jsonl").read_text().splitlines()]
+        for label in ("remax learned", "remax")
+    )
+    for with_model, without in zip(learned, rules, strict=True):
+        assert with_model["reward/reward_model"] == pytest.approx(expected, abs=1e-4)
+        scores = without["objective/scores"] + 0.5 * expected
+        assert with_model["objective/scores"] == pytest.approx(scores, abs=1e-4)
+    # The greedy baseline has the same text, so the same score: the advantages are the rules' alone.
+    assert learned[0]["policy/grad_norm"] == pytest.approx(rules[0]["policy/grad_norm"], rel=1e-4)
 
 
 def test_draws_and_coefficients_continue_where_they_stood(tiny_config):
