@@ -1,7 +1,9 @@
-"""The commands: train, sft, reward-model, explain, make-task."""
+"""The commands: train, sft, reward-model, evaluate, judge, explain, make-task."""
 
+import json
 import os
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Annotated, Literal
@@ -177,6 +179,92 @@ def _show(config, rows: list[tuple[str, str]]) -> None:
     for row in rows:
         table.add_row(*row)
     Console().print(table)
+
+
+@app.command()
+def evaluate(
+    layers: Layers,
+    answer: Annotated[
+        str | None, typer.Option(help="Regular expression whose (first group's) last match is the answer that votes.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Also write the figures to this JSON file.")] = None,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Measure a model on held-out prompts: greedy and sampled accuracy, pass@k, maj@k, each with its 95 % interval.
+
+    CONFIG is a training configuration, or the config.yaml of a run; name the model with actor.model.path=FOLDER and the
+    samples per prompt with rollout.val_kwargs.n=16.
+    """
+    from megarl.evaluation import evaluate as measure
+
+    config = _engines_only(layers)
+    with tempfile.TemporaryDirectory(prefix="megarl-evaluate-") as folder:
+        found = measure(config, Path(folder), _to_stderr(quiet), answer)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        as_json = {name: dict(zip(("mean", "low", "high"), values, strict=True)) for name, values in found.items()}
+        output.write_text(json.dumps({"model": config.actor.model.path, "results": as_json}, indent=2) + "\n")
+    table = Table("what", "mean", "95 % interval", title=config.actor.model.path)
+    for name, (mean, low, high) in found.items():
+        table.add_row(name, f"{mean:.4f}", f"{low:.4f} .. {high:.4f}")
+    Console().print(table)
+
+
+@app.command()
+def judge(
+    layers: Layers,
+    rule: Annotated[
+        str | None, typer.Option(help="Offline judge: a reward function, by name or path.py:function; more wins.")
+    ] = None,
+    judge_url: Annotated[str | None, typer.Option(help="OpenAI-compatible endpoint, like http://host:8000/v1.")] = None,
+    judge_model: Annotated[str | None, typer.Option(help="The judge's model name there.")] = None,
+    judge_key_env: Annotated[str | None, typer.Option(help="Environment variable with the endpoint's key.")] = None,
+    against: Annotated[str | None, typer.Option(help="Another model, instead of reference answers.")] = None,
+    reference_column: Annotated[str, typer.Option(help="Column with the reference answers.")] = "ground_truth",
+    num_examples: Annotated[int, typer.Option(help="Held-out prompts to judge.", min=1)] = 1000,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Say how often a judge prefers the model's greedy answers: each pair asked in both orders, ties half a win."""
+    from megarl import judging
+    from megarl.rewards.judge import Endpoint
+
+    by_endpoint = judge_url is not None and judge_model is not None
+    if (rule is not None) == by_endpoint:
+        raise ValueError("name one judge: --rule, or --judge-url with --judge-model")
+    config, tell = _engines_only(layers), _to_stderr(quiet)
+    endpoint = Endpoint(judge_url, judge_model, judge_key_env) if by_endpoint else None
+    with tempfile.TemporaryDirectory(prefix="megarl-judge-") as folder:
+        rollouts = judging.answers_of(config, Path(folder, "model"), tell, num_examples)
+        if against is None:
+            others = judging.references(rollouts, reference_column)
+        else:
+            rival = _engines_only([*layers, f"actor.model.path={against}"])
+            answers = judging.answers_of(rival, Path(folder, "against"), tell, num_examples)
+            others = [rollout.texts[0] for rollout in answers]
+    found = judging.by_rule(rollouts, others, rule) if rule else judging.by_model(rollouts, others, endpoint)
+    print(f"Model win rate: {100 * found.rate:.2f}%")
+    print(
+        f"95 % interval {100 * found.low:.2f}% .. {100 * found.high:.2f}%; {found.prompts} prompts, {found.ties} ties "
+        f"(half a win each), of which {found.inconsistent} because the judge named the place and not the answer"
+    )
+
+
+def _engines_only(layers: list[str]) -> TrainConfig:
+    """A training configuration for a command that needs its engines and no trainer ranks."""
+    from megarl.models import hf_files, supported
+
+    config = _read(TrainConfig, layers)
+    check_vllm()
+    hf = hf_files.load_config(config.actor.model.path)
+    hf_files.Checkpoint(config.actor.model.path)
+    supported.check_engine(hf, config.rollout.tensor_model_parallel_size, config.max_sequence_length)
+    return config
+
+
+def _to_stderr(quiet: bool):
+    return lambda line: None if quiet else print(line, file=sys.stderr)
 
 
 @app.command()

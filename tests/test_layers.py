@@ -16,6 +16,7 @@ FLOORS = {
     "async_trainer": 5,
     "sft": 5,
     "evaluation": 4,
+    "judging": 4,
     "planning": 4,
     "training": 3,
     "rollout": 3,
@@ -37,6 +38,7 @@ FLOORS = {
 SHARED_ROOMS = {"__main__": "commands", "cli": "commands", "launcher": "commands"}
 # Rooms of one floor that work hand in hand, in one direction.
 NEIGHBOURS = {
+    ("judging", "evaluation"),  # a win rate's interval is a held-out figure's
     ("ops", "csrc"),  # an op dispatches to its kernel
     ("training", "resharding"),  # a policy's weights are described, loaded and exported as pieces
 }

@@ -105,7 +105,7 @@ def main() -> None:
 def load(spec: Function) -> Callable[..., Any]:
     """The function, imported. ValueError when it does not exist or takes no argument that its kwargs name."""
     function = rewards.get(spec)
-    unknown = [name for name in spec.kwargs if not _takes(function, name)]
+    unknown = [name for name in spec.kwargs if not takes(function, name)]
     if unknown:
         known = ", ".join(inspect.signature(function).parameters)
         raise ValueError(f"reward function {spec.name!r} takes no argument {unknown[0]!r} (kwargs); it takes {known}")
@@ -123,7 +123,7 @@ def answer(function: Callable[..., Any], spec: Function, each: dict[str, list], 
     if spec.conversational:
         texts = each["completions"]
         arguments["completions"] = [[{"role": "assistant", "content": text}] for text in texts]
-    arguments = {name: value for name, value in (arguments | spec.kwargs).items() if _takes(function, name)}
+    arguments = {name: value for name, value in (arguments | spec.kwargs).items() if takes(function, name)}
     missing = [name for name in _required(function) if name not in arguments]
     if missing:
         has = ", ".join([*each, *shared])
@@ -177,7 +177,7 @@ def _is_finite_number(value: Any) -> bool:
         return False
 
 
-def _takes(function: Callable[..., Any], name: str) -> bool:
+def takes(function: Callable[..., Any], name: str) -> bool:
     parameters = inspect.signature(function).parameters
     return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 

@@ -1,0 +1,105 @@
+"""`megarl judge`: how often a judge prefers the model's answers to reference answers, or to another model's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from megarl import rewards
+from megarl.config.root import TrainConfig
+from megarl.evaluation import bootstrap
+from megarl.rewards.judge import Endpoint, Judge, text_of_prompt
+from megarl.rewards.worker import takes
+from megarl.rollout.handle import RolloutDriver
+from megarl.types import Rollout
+
+
+@dataclass(frozen=True)
+class WinRate:
+    """Of one comparison a prompt; a tie is half a win."""
+
+    rate: float
+    low: float  # ends of the 95 % bootstrap interval over prompts
+    high: float
+    ties: int
+    inconsistent: int  # the judge named the place, not the answer: counted as ties
+    prompts: int
+
+
+def answers_of(config: TrainConfig, run_dir: Path, on_progress: Callable[[str], None], examples: int) -> list[Rollout]:
+    """The model's greedy answers to the first `examples` held-out prompts.
+
+    Raises:
+        ValueError: no held-out files.
+    """
+    if not config.data.val_files:
+        raise ValueError("there is nothing to judge: set data.val_files")
+    kwargs = config.rollout.val_kwargs.model_copy(update={"max_prompts": examples, "n": 1})
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"val_kwargs": kwargs})})
+    with RolloutDriver.start(config, run_dir) as driver:
+        driver.wait_until_ready(on_progress)
+        return driver.validate(0)["greedy"]
+
+
+def references(rollouts: list[Rollout], column: str) -> list[str]:
+    """The reference answer of each prompt: its ground truth, or another column of the dataset.
+
+    Raises:
+        ValueError: the column is missing.
+    """
+    if column == "ground_truth":
+        return [str(rollout.prompt.ground_truth) for rollout in rollouts]
+    missing = [rollout.prompt.id for rollout in rollouts if column not in rollout.prompt.columns]
+    if missing:
+        known = ", ".join(["ground_truth", *sorted(rollouts[0].prompt.columns)])
+        raise ValueError(f"row {missing[0]} of the held-out data has no column {column!r}; it has: {known}")
+    return [str(rollout.prompt.columns[column]) for rollout in rollouts]
+
+
+def by_rule(rollouts: list[Rollout], others: list[str], rule: str) -> WinRate:
+    """An offline judge: the answer with the higher score of a reward function wins."""
+    function = rewards.get(SimpleNamespace(name=rule))
+    wins = []
+    for rollout, other in zip(rollouts, others, strict=True):
+        prompt = rollout.prompt
+        arguments = {
+            "completions": [rollout.texts[0], other],
+            "prompts": [prompt.messages] * 2,
+            "ground_truth": [prompt.ground_truth] * 2,
+            "data_source": [prompt.data_source] * 2,
+            "finish_reason": [rollout.completions[0].finish_reason, "stop"],
+        } | {name: [value] * 2 for name, value in prompt.columns.items()}
+        scores = function(**{name: value for name, value in arguments.items() if takes(function, name)})
+        mine, theirs = (one["score"] if isinstance(one, dict) else one for one in scores)
+        wins.append(0.5 + 0.5 * ((mine > theirs) - (mine < theirs)))
+    return _win_rate(np.array(wins), inconsistent=0)
+
+
+def by_model(rollouts: list[Rollout], others: list[str], endpoint: Endpoint, template: str | None = None) -> WinRate:
+    """A judge model, asked twice with the answers in either place.
+
+    Raises:
+        MegarlError: the endpoint cannot be reached.
+    """
+
+    async def ask():
+        async with Judge(endpoint) as judge:
+            return await asyncio.gather(
+                *(
+                    judge.compare(text_of_prompt(r.prompt.messages), r.texts[0], other, template)
+                    for r, other in zip(rollouts, others, strict=True)
+                )
+            )
+
+    verdicts = asyncio.run(ask())
+    return _win_rate(np.array([v.first_wins for v in verdicts]), sum(not v.consistent for v in verdicts))
+
+
+def _win_rate(wins: np.ndarray, inconsistent: int) -> WinRate:
+    rate, low, high = bootstrap(wins)
+    return WinRate(rate, low, high, int((wins == 0.5).sum()), inconsistent, len(wins))
