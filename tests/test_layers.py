@@ -207,7 +207,9 @@ def reached_from(start: Path) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("start", ["rollout/driver.py", "supervisor.py", "rewards/worker.py", "resharding/vllm_plugin.py"])
+@pytest.mark.parametrize(
+    "start", ["rollout/driver.py", "supervisor.py", "rewards/worker.py", "resharding/vllm_plugin.py"]
+)
 def test_processes_without_megatron_reach_none(start):
     reached = reached_from(Path(start))
     heavy = {name: file for name, file in reached.items() if name in ("megatron", "megarl.parallel", "megarl.models")}
