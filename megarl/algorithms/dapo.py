@@ -5,7 +5,7 @@
 
 Assumptions, and what is done where systems differ:
 - Dynamic sampling (eq. 11): groups whose scores are all equal teach nothing and leave the batch: their tokens are
-  masked out here, so that T does not count them. This file does not refill the batch with other prompts.
+  masked out here, so that T does not count them. rollout.dynamic_sampling_rounds refills the batch before.
 - The soft overlong punishment (eq. 13) is a reward's business, and so is part of R.
 - Dual clip 10, as in the authors' recipe; the paper has none. No KL, as in the paper, unless it is asked for.
 - The standard deviation is unbiased, as in grpo.

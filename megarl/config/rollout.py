@@ -16,6 +16,12 @@ class ValidationSamplingConfig(Section):
 class RolloutConfig(Section):
     n: int = key(8, "Completions per prompt (the group size of GRPO).", gt=0)
     temperature: float = key(1.0, "Sampling temperature; the trainer's log-probs use the same.", gt=0)
+    dynamic_sampling_rounds: int = key(
+        0,
+        "Rounds in which prompts whose completions all scored the same, which teach nothing to algorithms that compare "
+        "them, are replaced by the next prompts (DAPO). Passes over the data are counted without the replaced ones.",
+        ge=0,
+    )
     num_engines: int = key(1, "vLLM servers; requests are spread over them.", gt=0)
     tensor_model_parallel_size: int = key(1, "Ranks of each engine.", gt=0)
     dtype: Literal["float32", "bfloat16"] | None = key(None, "The engine's type. Default: actor.model.dtype.")

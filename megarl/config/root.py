@@ -133,6 +133,11 @@ class TrainConfig(Section):
                 f"reward.overlong_buffer.len={self.reward.overlong_buffer.len} is more than "
                 f"data.max_response_length={self.data.max_response_length}: every completion would be punished"
             )
+        if self.rollout.dynamic_sampling_rounds and self.reward_model.path:
+            raise ValueError(
+                f"rollout.dynamic_sampling_rounds={self.rollout.dynamic_sampling_rounds} with reward_model.path: "
+                "prompts are replaced before the reward model scores them; remove one of them"
+            )
         if self.rollout.record_dir and self.rollout.replay_dir:
             raise ValueError("rollout.record_dir and rollout.replay_dir are both set: record or replay, not both")
         return self

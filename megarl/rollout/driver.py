@@ -36,7 +36,7 @@ from megarl.rollout.engine import Engine, Placement, SocketFolder
 from megarl.rollout.frames import Reply, Request, decode, encode, frame, receive_async
 from megarl.rollout.interactions import single_turn
 from megarl.rollout.pool import EnginePool, together
-from megarl.rollout.sampler import Sampler, derive_seed
+from megarl.rollout.sampler import Sampler, derive_seed, refilled
 from megarl.types import Completion, Prompt, Rollout
 
 _CLOSE_SECONDS = 20.0
@@ -74,15 +74,20 @@ class Driver:
     async def collect(
         self, notify: Notify, num_prompts: int, step: int, greedy_baseline: bool = False
     ) -> list[Rollout]:
-        prompts = self._order.take(num_prompts)
-        samplings = [self._sampling(self._config.rollout.n), *([self._sampling(1, 0.0)] if greedy_baseline else [])]
         on_failure = _first_of_each(lambda line: notify("progress", line))
-        rollouts, *baselines = await together(
-            self._sampler.collect(prompts, sampling, (self._seed, "train", step), on_failure) for sampling in samplings
-        )
-        if baselines:
-            pairs = zip(rollouts, baselines[0], strict=True)
-            rollouts = [replace(rollout, baseline=baseline) for rollout, baseline in pairs]
+
+        async def groups(count: int, call: int) -> list[Rollout]:
+            prompts, seed_parts = self._order.take(count), (self._seed, "train", step, *([call] if call else []))
+            samplings = [self._sampling(self._config.rollout.n), *([self._sampling(1, 0.0)] if greedy_baseline else [])]
+            rollouts, *baselines = await together(
+                self._sampler.collect(prompts, sampling, seed_parts, on_failure) for sampling in samplings
+            )
+            for greedy in baselines:
+                pairs = zip(rollouts, greedy, strict=True)
+                rollouts = [replace(rollout, baseline=baseline) for rollout, baseline in pairs]
+            return rollouts
+
+        rollouts = await refilled(groups, num_prompts, self._config.rollout.dynamic_sampling_rounds)
         if self._config.rollout.record_dir is not None:
             await asyncio.to_thread(replay.record, Path(self._config.rollout.record_dir), step, rollouts)
         return rollouts

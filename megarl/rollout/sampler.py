@@ -66,6 +66,24 @@ class Sampler:
         return Rollout(prompt, completions, scores.total, scores.parts, texts, scores.events)
 
 
+async def refilled(
+    collect: Callable[[int, int], Awaitable[list[Rollout]]], num_prompts: int, rounds: int
+) -> list[Rollout]:
+    """`num_prompts` rollouts; those whose completions all score the same are replaced by other prompts' (DAPO's dynamic
+    sampling, arXiv 2503.14476, section 3.2), in at most `rounds` further calls: what is then still idle stays.
+
+    collect: (prompts to take, number of the call from 0) -> a rollout of each.
+    """
+    rollouts = await collect(num_prompts, 0)
+    for number in range(1, rounds + 1):
+        idle = [place for place, rollout in enumerate(rollouts) if np.ptp(rollout.scores) == 0]
+        if not idle:
+            break
+        for place, fresh in zip(idle, await collect(len(idle), number), strict=True):
+            rollouts[place] = fresh
+    return _same_parts(rollouts)
+
+
 def _same_parts(rollouts: list[Rollout]) -> list[Rollout]:
     """All rollouts with the same reward parts: a function's further keys are unknown, so 0, where it failed on all."""
     names = dict.fromkeys(name for rollout in rollouts for name in rollout.rewards)

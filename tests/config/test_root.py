@@ -39,6 +39,7 @@ def test_the_critic_follows_the_actor_where_it_is_not_told_otherwise(tiny_config
         ({"critic": {"cliprange_value": 0}}, "cliprange_value"),
         ({"trainer": {"critic_warmup": 2}}, "leaves the actor none of the trainer.total_steps=2 steps"),
         ({"reward": {"functions": []}}, "nothing gives a reward"),
+        ({"rollout": {"dynamic_sampling_rounds": 1}, "reward_model": {"path": "m"}}, "before the reward model scores"),
         ({"reward_model": {"max_length": 20000}}, "reward_model.max_token_len_per_gpu=16384 is less than one sequence"),
     ],
 )

@@ -51,6 +51,17 @@ def test_collect_groups_scores_and_stamps(driver, tiny_config):
         assert not rollout.rewards["spy/megatron"].any()  # reward workers do not load Megatron-core
 
 
+def test_a_greedy_baseline_comes_with_its_prompt_and_score(driver):
+    rollouts = driver.collect(4, step=2, greedy_baseline=True)
+    greedy = driver.generate([r.prompt.token_ids for r in rollouts], 1, 0.0, 8, seed=0)
+    for rollout, expected in zip(rollouts, greedy):
+        assert len(rollout.completions) == 4 and rollout.baseline.prompt.id == rollout.prompt.id
+        assert tokens([rollout.baseline]) == [[expected[0].token_ids.tolist()]]
+        exact = rollout.baseline.rewards["exact_match"][0]
+        assert rollout.baseline.scores[0] == 0.5 * len(rollout.baseline.texts[0]) + exact
+    assert all(rollout.baseline is None for rollout in driver.collect(1, step=3))
+
+
 def test_the_same_prompt_twice_in_a_step_gets_other_completions(driver):
     rollouts = driver.collect(24, step=1)  # of 12 prompts
     by_prompt = {}

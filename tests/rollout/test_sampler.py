@@ -8,8 +8,8 @@ from megarl.config.rollout import RewardConfig
 from megarl.rewards.scoring import Scorer
 from megarl.rewards.workers import RewardWorkers
 from megarl.rollout.client import Sampling
-from megarl.rollout.sampler import Sampler, derive_seed
-from megarl.types import Completion, Prompt
+from megarl.rollout.sampler import Sampler, derive_seed, refilled
+from megarl.types import Completion, Prompt, Rollout
 
 WORDS = ["", "a", "b", "fail", "."]
 
@@ -63,3 +63,21 @@ def test_seeds_depend_on_every_part_and_leave_room_for_n():
     ordered = sorted(seeds)
     assert min(b - a for a, b in zip(ordered, ordered[1:])) > 10_000
     assert derive_seed(0, "train", 1, 2) == derive_seed(0, "train", 1, 2) != derive_seed(0, "val", 1, 2)
+
+
+def test_prompts_that_teach_nothing_are_replaced_while_rounds_last():
+    calls = []
+
+    async def collect(count, call):
+        calls.append(count)
+        # Of each call the first half, rounded down, differs; the others are idle.
+        scores = [np.array([0.0, 1.0 if place < count // 2 else 0.0]) for place in range(count)]
+        prompts = [Prompt(100 * call + place, np.zeros(1, np.int32), "") for place in range(count)]
+        return [Rollout(prompt, [], s, {"r": s}, ["", ""]) for prompt, s in zip(prompts, scores, strict=True)]
+
+    found = asyncio.run(refilled(collect, 8, rounds=2))
+    assert calls == [8, 4, 2]
+    assert [rollout.prompt.id for rollout in found] == [0, 1, 2, 3, 100, 101, 200, 201]
+    assert [bool(np.ptp(rollout.scores)) for rollout in found] == [True] * 7 + [False]
+    calls.clear()
+    assert len(asyncio.run(refilled(collect, 8, rounds=0))) == 8 and calls == [8]
