@@ -336,3 +336,36 @@ def test_rank_0_killed(task, nothing_left, tmp_path):
     assert run.returncode == 1
     assert err == "error: trainer rank 0 was ended by signal 9\n"
     assert wait_until(lambda: not alive(tree) and not nothing_left(), 30), alive(tree)
+
+
+def test_evaluate_and_judge(task, nothing_left, tmp_path):
+    """Both commands on a real engine, side by side: every figure with its interval, and a rate with its ties."""
+    held_out = [
+        f"data.val_files={task}/few.jsonl",
+        "rollout.val_kwargs.n=3",
+        "rollout.val_kwargs.max_prompts=12",
+        "trainer.test_freq=1",
+    ]
+    layers, figures = [*arguments(task, tmp_path / "run"), *held_out], tmp_path / "figures.json"
+    commands = [
+        ["evaluate", *layers, "--answer", r"(\d+)", "--output", str(figures)],
+        ["judge", *layers, "--rule", "arithmetic", "--num-examples", "10"],
+    ]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    runs = [subprocess.Popen([sys.executable, "-m", "megarl", *command], **pipes) for command in commands]
+    (table, _), (rate, said) = (run.communicate(timeout=280) for run in runs)
+    assert [run.returncode for run in runs] == [0, 0], said
+    results = json.loads(figures.read_text())["results"]
+    assert list(results)[2:] == [f"{kind}@{k}" for k in (1, 2, 3) for kind in ("pass", "maj")]
+    assert all(0 <= one["low"] <= one["mean"] <= one["high"] <= 1 for one in results.values())
+    assert "greedy accuracy" in table and "maj@3" in table
+    # The model is random and the references are right: it may tie by luck, and never wins.
+    win_rate = float(re.search(r"^Model win rate: (\d+\.\d\d)%$", rate, re.MULTILINE)[1])
+    assert win_rate <= 50 and "10 prompts" in rate
+    assert wait_until(lambda: not nothing_left(), 20), nothing_left()
+
+
+def test_judge_needs_one_judge(megarl, task, tmp_path):
+    for words in ((), ("--rule", "arithmetic", "--judge-url", "http://localhost:1/v1", "--judge-model", "m")):
+        status, _, err = megarl("judge", *arguments(task, tmp_path / "run"), *words)
+        assert (status, err) == (2, "error: name one judge: --rule, or --judge-url with --judge-model\n")
