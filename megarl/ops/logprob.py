@@ -38,7 +38,8 @@ import torch.distributed as dist
 # 256 Ki fp32 elements are 1 MiB: a chunk and its exponentials stay in a core's cache.
 CHUNK_ELEMENTS = 1 << 18
 
-# exp(-1e4) and exp2(-1e4) are exactly 0 in fp32 and fp64, and 0 * -1e4 is 0 where 0 * -inf would be NaN: a masked column adds nothing.
+# exp(-1e4) and exp2(-1e4) are exactly 0 in fp32 and fp64, and 0 * -1e4 is 0 where 0 * -inf would be NaN: a masked
+# column adds nothing.
 _LOWEST_SHIFT = -1e4
 
 _LN_2 = math.log(2)
