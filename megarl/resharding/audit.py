@@ -13,6 +13,7 @@ afterwards (prepacked copies, quantisation) is proven by parity (`resharding/par
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import lru_cache
+from math import prod
 
 import torch
 
@@ -79,15 +80,18 @@ class Ledger:
         self.places: dict[tuple[str, Box], int] = {}  # (checkpoint tensor, box of a destination's piece)
         self._counted: dict[int, list[tuple[int, Piece]]] = defaultdict(list)
         first_to_take: list[int] = []
+        uncounted: list[int] = []  # elements of each box
         for transfer in plan:
             key = (transfer.give.name, transfer.piece_box)
             place = self.places.setdefault(key, len(self.places))
             if place == len(first_to_take):
                 first_to_take.append(transfer.destination)
-            # Several destinations may take the same box from several sources; it is counted once, and each of them has
-            # to arrive at the same number.
-            if first_to_take[place] == transfer.destination:
+                uncounted.append(prod(stop - start for start, stop in transfer.piece_box))
+            # Several destinations may take the same box from several sources, and one of them may put it in two places;
+            # it is counted once, and each place has to arrive at the same number.
+            if first_to_take[place] == transfer.destination and uncounted[place]:
                 self._counted[transfer.source].append((place, transfer.give))
+                uncounted[place] -= transfer.give.numel
 
     def sums(self, rank: int, tensors: Mapping[str, torch.Tensor], metas: Mapping[str, TensorMeta]) -> torch.Tensor:
         """A source's share of every sum, int64 [len(places)] on the CPU; the shares of all sources add up."""

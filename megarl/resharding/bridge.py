@@ -77,8 +77,13 @@ class Bridge:
             parity: checks what the engines make of the weights, after the syncs that it names.
 
         Raises:
-            ValueError: `sync.port` is taken.
+            ValueError: `sync.port` is taken; `sync.transport` needs GPUs and there are none.
         """
+        if config.transport in ("nccl", "cuda_ipc") and not device.HAS_CUDA:
+            raise ValueError(
+                f"sync.transport={config.transport} needs GPUs, and this machine shows none; set it to auto, gloo or "
+                "shared_memory"
+            )
         self.model, self.layout, self.config, self.driver, self.parity = model, layout, config, driver, parity
         self.bucket_bytes = config.bucket_size_mib << 20
         self.replicas: list[_Replica] = []
@@ -195,7 +200,7 @@ class Bridge:
         return ""
 
     def _not_covered(self, setup: _Setup) -> str:
-        """Whether some engine takes less than the whole model, or what the trainer does not have."""
+        """Whether some engine takes less than the whole model."""
         if self.config.mode == "gathered":
             return ""
         for r, digests in enumerate(setup.layouts):
@@ -482,7 +487,8 @@ class Bridge:
                 continue
             try:
                 complaints += self._compare(replica, vectors[id(replica.ledger)])
-            except RuntimeError:  # a dead peer
+            except RuntimeError:  # a dead peer; its fellow workers are not to wait for a verdict
+                replica.link.abort()
                 broken.append(replica)
         return "\n".join(complaints)
 
@@ -522,5 +528,8 @@ class Bridge:
             raise MegarlError(f"the sync of weight version {version} broke off; rank 0 says why")
 
     def _egress(self) -> int:
+        if self.config.mode == "gathered":  # once to rank 0, from there to every engine
+            broadcast = sum(meta.nbytes for meta in self.model.metas) * len(self.replicas)
+            return sum(self.replicas[0].plan.egress().values()) + broadcast
         fed = [replica.plan for replica in self.replicas if replica.upstream != "engine"]
         return sum(sum(plan.egress().values()) for plan in fed)

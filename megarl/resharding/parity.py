@@ -40,7 +40,8 @@ class Parity:
         )
         self._logprobs, self._driver = logprobs, driver
         self._interval = config.sync.parity_interval
-        self._budget = config.sync.parity_budget or _BUDGETS[config.rollout.dtype or config.actor.model.dtype]
+        dtypes = (config.actor.model.dtype, config.rollout.dtype or config.actor.model.dtype)
+        self._budget = config.sync.parity_budget or max(_BUDGETS[dtype] for dtype in dtypes)  # the coarser side's
         self._done = 0
 
     def is_due(self, syncs: int) -> bool:

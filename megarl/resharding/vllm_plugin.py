@@ -109,12 +109,12 @@ def register() -> None:
             self.receive_weights(self.parse_update_info(update_info))
 
         def receive_weights(self, update_info: UpdateInfo) -> None:
-            if update_info.digest != self.program.digest:
-                raise ValueError(
-                    f"the trainer follows plan {update_info.digest}, this worker was given {self.program.digest}"
-                )
-            self.guard.begin(update_info.version)
             try:
+                if update_info.digest != self.program.digest:
+                    raise ValueError(
+                        f"the trainer follows plan {update_info.digest}, this worker was given {self.program.digest}"
+                    )
+                self.guard.begin(update_info.version)
                 with vllm_reload.on_device(self.device):
                     sums = self._install(update_info.audited)
                 if update_info.audited:

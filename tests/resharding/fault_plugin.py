@@ -33,6 +33,7 @@ def measured() -> dict[str, int]:
 
 
 def register() -> None:
+    import torch.distributed as dist
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     from megarl.resharding import vllm_reload
@@ -65,6 +66,15 @@ def register() -> None:
         write(self, take, values)
 
     vllm_reload.Installation.write = write_unless_chosen
+
+    finish = vllm_reload.Installation.finish
+
+    def finish_unless_chosen(self, *args):
+        if chosen("last worker fails at the end") and dist.get_rank() == dist.get_world_size() - 1:
+            raise RuntimeError("asked to fail")
+        finish(self, *args)
+
+    vllm_reload.Installation.finish = finish_unless_chosen
 
     traced = vllm_reload.traced_layout
 

@@ -171,10 +171,14 @@ def test_peak_memory_of_a_sync(tiny_config, tmp_path, monkeypatch):
 def faulty(tmp_path, monkeypatch, tiny_config):
     fault_plugin.install(tmp_path / "plugin", monkeypatch)
 
-    def run(family: str, sizes: dict, in_trainer: list[str], in_engine: list[str]) -> dict:
+    def run(family: str, sizes: dict, in_trainer: list[str], in_engine: list[str], engine_tp: int = 1) -> dict:
         old, new = (checkpoint(family, tmp_path / str(seed), seed) for seed in (0, 1))
         config = tiny_config(
-            {"actor": {"model": {"path": str(old), "dtype": "float32"}}, "data": {"max_prompt_length": 24}}
+            {
+                "actor": {"model": {"path": str(old), "dtype": "float32"}},
+                "data": {"max_prompt_length": 24},
+                "rollout": {"tensor_model_parallel_size": engine_tp},
+            }
         )
         arguments = (config, sizes, str(old), str(new), str(tmp_path / "run"), in_trainer, in_engine)
         return run_ranks(_with_faults, 2, *arguments, timeout_seconds=300)[0]
@@ -214,3 +218,11 @@ def test_engine_workers_that_disagree_are_named():
 def test_a_tied_copy_left_behind_is_seen_by_parity(faulty):
     found = faulty("qwen2-tied", dict(tp=2), [], ["tied copy left behind"])
     assert "disagree about weight version" in found["tied copy left behind"][0]
+
+
+@pytest.mark.slow
+def test_a_failed_worker_does_not_leave_the_others_waiting(faulty):
+    """All bytes are sent when it fails: only the audit can tell the others, which wait for its verdict."""
+    fault = "last worker fails at the end"
+    said, refusal = faulty("qwen2-tied", dict(tp=2), [], [fault], engine_tp=2)[fault]
+    assert "refused /update_weights" in said and "does not generate" in refusal

@@ -148,6 +148,17 @@ def test_what_no_source_holds_is_named():
         make_plan(half, [Holding((1,), [whole("x", (8, 4))])], METAS)
 
 
+def test_a_worker_may_hold_a_box_in_two_places():
+    values = torch.randn(8, 4)
+    halves = [Holding((rank,), [_rows("x", 4 * rank, 4 * rank + 4, 4)]) for rank in (0, 1)]
+    twice = [Holding((DESTINATION,), [whole("x", (8, 4), f"{module}.weight") for module in ("embedding", "head")])]
+    plan = make_plan(Sources(halves), twice, METAS, 64)
+    give = {rank: {"w.t": values[4 * rank : 4 * rank + 4].contiguous()} for rank in (0, 1)}
+    take = {DESTINATION: {f"{module}.weight": torch.empty(8, 4) for module in ("embedding", "head")}}
+    run(plan, give, take, METAS, 64)
+    _audit_agrees(plan, halves, twice, give, take, METAS)
+
+
 def test_a_module_is_filled_in_one_go():
     """Checkpoint order puts the bias at the end; the plan brings it with the weight of its module."""
     metas = {name: TensorMeta(name, (4,), "float32") for name in ("q.weight", "norm.weight", "q.bias")}

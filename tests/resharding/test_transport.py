@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.config.rollout import SyncConfig
 from megarl.resharding import transport
+from megarl.resharding.bridge import Bridge
 from megarl.resharding.shared_memory import SharedReader, SharedWriter
 from tests.parallel_utils import run_ranks
 
@@ -110,3 +112,10 @@ def test_a_taken_port_is_named():
     store = transport.host(0)
     with pytest.raises(ValueError, match=f"sync.port={store.port} cannot be opened.*choose another, or 0 for any"):
         transport.host(store.port)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="refused only where there is no GPU")
+@pytest.mark.parametrize("name", ["nccl", "cuda_ipc"])
+def test_a_transport_of_gpus_is_refused_without_one(name):
+    with pytest.raises(ValueError, match=f"sync.transport={name} needs GPUs.*auto, gloo or shared_memory"):
+        Bridge(None, None, SyncConfig(transport=name), None)
