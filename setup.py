@@ -1,12 +1,52 @@
-"""Packaging of megarl. `make setup` prepares the CPU environment; README.md tells the GPU install."""
+"""Packaging of megarl. `make setup` prepares the CPU environment; README.md tells the GPU install.
 
+csrc/*.cu are compiled where a CUDA build of torch and nvcc can be seen (`pip install --no-build-isolation`), for
+csrc/compile.py's architectures and those of TORCH_CUDA_ARCH_LIST. MEGARL_BUILD_CUDA=0 skips that.
+"""
+
+import importlib.util
+import os
 import re
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 
 here = Path(__file__).parent
 readme = here / "README.md"
+spec = importlib.util.spec_from_file_location("compile", here / "csrc/compile.py")
+spec.loader.exec_module(compiler := importlib.util.module_from_spec(spec))
+
+
+def why_not_cuda() -> str | None:
+    """What keeps csrc/*.cu from being compiled; None: nothing."""
+    if os.environ.get("MEGARL_BUILD_CUDA") == "0":
+        return "MEGARL_BUILD_CUDA=0"
+    if importlib.util.find_spec("torch") is None:
+        return "no torch in the build's environment (pip install --no-build-isolation shows it the installed one)"
+    import torch
+
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    return None if compiler.find_nvcc() else "nvcc is neither in CUDA_HOME nor on PATH"
+
+
+class BuildKernels(build_ext):
+    """Each Extension is a shared library of plain C functions, made by nvcc from one .cu file."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return f"{fullname.replace('.', '/')}.so"
+
+    def build_extension(self, extension: Extension) -> None:
+        library = Path(self.get_ext_fullpath(extension.name))
+        library.parent.mkdir(parents=True, exist_ok=True)
+        architectures = compiler.architectures(os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
+        (source,) = extension.sources
+        self.spawn(compiler.command(compiler.find_nvcc(), here / source, library, architectures))
+
+
+reason = why_not_cuda()
+print(f"megarl: GPU kernels in Triton, csrc/*.cu not compiled: {reason}" if reason else "megarl: compiling csrc/*.cu")
 
 setup(
     name="megarl",
@@ -17,6 +57,8 @@ setup(
     # megarl/csrc is a link to csrc/: the kernels are a package in the source tree, editable and in a wheel alike.
     packages=find_packages(include=["megarl", "megarl.*"]),
     package_data={"megarl.csrc": ["*.cu", "*.cuh", "*.cpp", "*.h"]},
+    ext_modules=[] if reason else [Extension("megarl.csrc.liblogprob", ["csrc/logprob.cu"])],
+    cmdclass={"build_ext": BuildKernels},
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.11,<3",

@@ -30,7 +30,10 @@ Every call with a group sends 16 N bytes per rank in one message (also greedy_ma
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
+from functools import cache
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -227,28 +230,37 @@ def _(out, logits, *arguments):
     return None
 
 
-def _register_kernels() -> None:
-    """CUDA tensors go to csrc/logprob.py, which imports Triton when first called; fp64 ones stay with the reference."""
+@cache
+def _kernels() -> ModuleType | None:
+    """The module of csrc/ whose kernels GPU tensors go to: compiled CUDA C++, else Triton; None without either."""
+    from megarl.csrc import logprob_cuda
 
-    @local_statistics.register_kernel("cuda")
-    def _(logits, *arguments):
-        if logits.dtype == torch.float64:
-            return reference_local_statistics(logits, *arguments)
-        from megarl.csrc import logprob as kernels
+    log = logging.getLogger(__name__)
+    if logprob_cuda.library() is not None:
+        log.info("log-prob kernels: CUDA C++ (csrc/logprob.cu)")
+        return logprob_cuda
+    remedy = "install megarl with nvcc and without build isolation for csrc/logprob.cu"
+    if importlib.util.find_spec("triton") is None:
+        log.warning("log-prob kernels: torch operations, slow; %s, or install Triton", remedy)
+        return None
+    from megarl.csrc import logprob
 
-        return kernels.local_statistics(logits, *arguments)
-
-    @backward_into.register_kernel("cuda")
-    def _(out, logits, *arguments):
-        if logits.dtype == torch.float64:
-            return reference_backward_into(out, logits, *arguments)
-        from megarl.csrc import logprob as kernels
-
-        return kernels.backward_into(out, logits, *arguments)
+    log.warning("log-prob kernels: Triton (csrc/logprob.py); %s", remedy)
+    return logprob
 
 
-if importlib.util.find_spec("triton"):
-    _register_kernels()
+@local_statistics.register_kernel("cuda")
+def _(logits, *arguments):
+    if logits.dtype == torch.float64 or _kernels() is None:
+        return reference_local_statistics(logits, *arguments)
+    return _kernels().local_statistics(logits, *arguments)
+
+
+@backward_into.register_kernel("cuda")
+def _(out, logits, *arguments):
+    if logits.dtype == torch.float64 or _kernels() is None:
+        return reference_backward_into(out, logits, *arguments)
+    return _kernels().backward_into(out, logits, *arguments)
 
 
 def check_scales(temperature: float, soft_cap: float | None) -> None:

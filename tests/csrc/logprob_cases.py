@@ -13,15 +13,18 @@ from safetensors.torch import save_file
 NUM_TOKENS = 6
 FIRST = 40  # a shard in the middle of a vocabulary: some targets lie before, in and after its columns
 SHAPES = {"1": (1, 1), "5": (5, 5), "5 padded": (5, 3), "123": (123, 123), "1000": (1000, 999), "9001": (9001, 8200)}
+WIDE = "151936"  # a language model's, in one type only: it is large
 IGNORED = 0  # the row whose token is ignored; its logits are NaN, and must not be read
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SOFT_CAPS = {"": None, " capped": 6.0}
+CASES = [*itertools.product(SHAPES, DTYPES, SOFT_CAPS), (WIDE, "bf16", "")]
+NAMES = [f"{shape} {dtype}{cap}" for shape, dtype, cap in CASES]
 UPSTREAMS = ("both", "logprob", "entropy")
 
 
 def inputs(shape: str, dtype: str, cap: str) -> dict:
     """Keyword arguments of local_statistics for one shard."""
-    width, num_valid = SHAPES[shape]
+    width, num_valid = SHAPES.get(shape, (int(WIDE), int(WIDE)))
     generator = torch.Generator().manual_seed(width)
     logits = (torch.randn(NUM_TOKENS, width, generator=generator) * 4).to(DTYPES[dtype])
     targets = FIRST + torch.randint(0, num_valid, (NUM_TOKENS,), generator=generator)
@@ -69,7 +72,7 @@ def outputs(statistics, backward_into, device: str = "cpu") -> dict[str, torch.T
     def place(tensor):
         return None if tensor is None else tensor.to(device)
 
-    for shape, dtype, cap in itertools.product(SHAPES, DTYPES, SOFT_CAPS):
+    for shape, dtype, cap in CASES:
         name = f"{shape} {dtype}{cap}"
         arguments = inputs(shape, dtype, cap)
         logits, targets = place(arguments.pop("logits")), place(arguments.pop("targets"))

@@ -1,9 +1,9 @@
 """The Triton kernels against the torch reference: under the interpreter, as compiled code, and on a GPU."""
 
-import itertools
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,7 @@ from tests.csrc import logprob_cases as cases
 GRAD_TOLERANCE = {"fp32": 2e-6, "bf16": 2.0**-7, "fp16": 2.0**-10}
 
 ROOT = Path(__file__).parents[2]
-NAMES = [
-    f"{shape} {dtype}{cap}" for shape, dtype, cap in itertools.product(cases.SHAPES, cases.DTYPES, cases.SOFT_CAPS)
-]
+CUOBJDUMP = Path(find_spec("triton").origin).parent / "backends/nvidia/bin/cuobjdump"
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +48,7 @@ def assert_equal_to_reference(outputs, reference, name):
     assert torch.equal(outputs[f"{name} in place"], outputs[f"{name} both"])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", cases.NAMES)
 def test_interpreted_kernels_are_the_reference(interpreted, reference, name):
     assert_equal_to_reference(interpreted, reference, name)
 
@@ -61,29 +59,36 @@ def test_kernels_on_a_gpu_are_the_reference(reference):
     from megarl.csrc import logprob as kernels
 
     outputs = cases.outputs(kernels.local_statistics, kernels.backward_into, device="cuda")
-    for name in NAMES:
+    for name in cases.NAMES:
         assert_equal_to_reference(outputs, reference, name)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_public_op_reaches_the_kernels(monkeypatch):
-    from megarl.csrc import logprob as kernels
+@pytest.mark.parametrize("built", [True, False], ids=["compiled", "Triton"])
+def test_the_public_op_reaches_the_kernels(monkeypatch, built):
+    from megarl.csrc import logprob, logprob_cuda
 
-    calls = []
+    if not built:
+        monkeypatch.setattr(logprob_cuda, "library", lambda: None)
+    elif logprob_cuda.library() is None:
+        pytest.skip("csrc/logprob.cu is not compiled")
+    ops._kernels.cache_clear()
+    kernels, calls = logprob_cuda if built else logprob, []
     for name in ("local_statistics", "backward_into"):
         real = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *a, real=real, name=name: (calls.append(name), real(*a))[1])
     logits = torch.randn(3, 17, device="cuda", requires_grad=True)
     logprob, entropy = ops.logprob_and_entropy(logits, torch.tensor([0, 5, 16], device="cuda"))
     (logprob + entropy).sum().backward()
+    ops._kernels.cache_clear()
     assert calls == ["local_statistics", "backward_into"]
 
 
 @pytest.mark.parametrize("pointer", ["*fp32", "*bf16", "*fp16"])
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-def test_kernels_compile_for_hopper(pointer, tmp_path, monkeypatch):
-    """Down to the machine code of sm_90, which needs no GPU."""
+def test_kernels_compile_for_hopper(pointer, tmp_path, monkeypatch, record_property):
+    """Down to the machine code of sm_90, which needs no GPU, and all in registers."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     import triton
     from triton.backends.compiler import GPUTarget
@@ -104,7 +109,12 @@ def test_kernels_compile_for_hopper(pointer, tmp_path, monkeypatch):
         signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16})
-        assert ".target sm_90" in compiled.asm["ptx"] and compiled.asm["cubin"]
+        assert ".target sm_90" in compiled.asm["ptx"]
+        cubin = tmp_path / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        usage = subprocess.run([CUOBJDUMP, "-res-usage", cubin], check=True, capture_output=True, text=True).stdout
+        record_property(kernel.__name__, usage.strip().splitlines()[-1].strip())
+        assert "STACK:0 " in usage and "LOCAL:0 " in usage
 
 
 @pytest.mark.parametrize("triton", ["installed", "missing"])
