@@ -1,8 +1,8 @@
 """`rollout.*`: engines and how they sample. `reward.*`: what a completion is worth. `sync.*`: weights into engines."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import PositiveInt, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megarl.config.base import Section, key
 
@@ -24,6 +24,11 @@ class RolloutConfig(Section):
     )
     num_engines: int = key(1, "vLLM servers; requests are spread over them.", gt=0)
     tensor_model_parallel_size: int = key(1, "Ranks of each engine.", gt=0)
+    placement: Literal["colocated", "disaggregated"] = key(
+        "colocated",
+        "GPUs of the engines: colocated, those of the trainer ranks of the first node, in turns; disaggregated, the "
+        "ones after them (CUDA only).",
+    )
     dtype: Literal["float32", "bfloat16"] | None = key(None, "The engine's type. Default: actor.model.dtype.")
     gpu_memory_utilization: float = key(0.5, "Share of a GPU's memory that an engine may take (CUDA only).", gt=0, le=1)
     kv_cache_memory_mib: int = key(256, "Memory for the key-value cache of an engine on the CPU (CPU only).", gt=0)
@@ -108,6 +113,20 @@ class RewardConfig(Section):
 
 
 class SyncConfig(Section):
+    @field_validator("audit", mode="before")
+    @classmethod
+    def _yaml_off(cls, value):
+        return {False: "off", True: "every"}[value] if isinstance(value, bool) else value  # YAML reads off as false
+
+    @model_validator(mode="after")
+    def _whole_tensors_go_over_the_network(self):
+        if self.mode == "gathered" and self.transport in ("shared_memory", "cuda_ipc"):
+            raise ValueError(
+                f"mode=gathered sends over gloo or nccl, not transport={self.transport}; set transport=auto, or "
+                "mode=planned"
+            )
+        return self
+
     mode: Literal["planned", "gathered"] = key(
         "planned",
         "planned: every engine worker gets its own boxes straight from the shards that hold them. gathered: whole "
@@ -123,7 +142,7 @@ class SyncConfig(Section):
     )
     bucket_size_mib: int = key(256, "Largest transfer at once; bounds the extra memory of a sync.", gt=0)
     port: int = key(0, "TCP port on which rank 0 meets the engine workers; 0 takes a free one.", ge=0, le=65535)
-    audit: Literal["every", "off"] | PositiveInt = key(
+    audit: Literal["every", "off"] | Annotated[int, Field(strict=True, gt=0)] = key(
         "every", "Compare checksums of all weights on both sides at every sync, at every so many (a number), or off."
     )
     parity_interval: int = key(

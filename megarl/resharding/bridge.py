@@ -35,6 +35,7 @@ from megarl.resharding.shared_memory import SharedWriter
 from megarl.resharding.vllm_layout import EngineLayout
 
 _POLL_SECONDS = 0.05
+_IDENTITY_BYTES = 128
 _NAMED = 8  # lines of an audit's error that name tensors
 
 
@@ -44,12 +45,13 @@ class _Setup(msgspec.Struct):
     port: int
     sizes: list[int]  # workers of each replica
     beside: list[list[bool]]  # whether each worker is on rank 0's node
+    devices: list[list[str]]  # of each worker
     layouts: list[list[str]]  # digest of each replica's workers
     known: dict[str, EngineLayout]
     error: str = ""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Replica:
     """One engine as this rank sees it."""
 
@@ -109,9 +111,11 @@ class Bridge:
             raise ValueError(setup.error)
         if self._store is None:
             self._store = transport.visit(transport.address(), setup.port)
+        self._rank_devices = self._gather_devices()
+        self._check_transport(setup)
         self._plan(setup)
         self._check_agreement()
-        self._link(setup)
+        self._link(setup, pending)
         if pending is not None:
             pending.result()
         dist.barrier()
@@ -123,8 +127,9 @@ class Bridge:
         """Install the policy's present weights in every engine as `version`; returns when all of them answer with it.
 
         Returns:
-            sync/egress_mib (what all trainer ranks sent), sync/transfer_seconds; sync/audit_seconds when audited; and
-            what `Parity.check` returns when it is due.
+            sync/egress_mib (what all trainer ranks sent), sync/transfer_seconds (until this rank's last byte is taken),
+            sync/seconds (until the engines answer); when audited sync/audit_seconds, of that the checksums: this rank's
+            and the slowest worker's; and what `Parity.check` returns when it is due.
 
         Raises:
             MegarlError: an engine died or refused, or holds (audit) or computes (parity) something else.
@@ -139,14 +144,21 @@ class Bridge:
         started = device.now()
         broken = self._transfer()
         sent = device.now()
+        self._own_audit_seconds = self._engine_audit_seconds = 0.0
         complaint = self._audit(broken) if audited else ""
-        done = device.now()
         self._conclude(version, pending, broken, complaint)
+        done = device.now()
         parity = self.parity.check(version) if self.parity and self.parity.is_due(self._syncs) else {}
         self._syncs += 1
         self.last_good_version = version
-        metrics = {"sync/egress_mib": self._egress() / 2**20, "sync/transfer_seconds": sent - started}
-        return metrics | parity | ({"sync/audit_seconds": done - sent} if audited else {})
+        metrics = {
+            "sync/egress_mib": self._egress() / 2**20,
+            "sync/transfer_seconds": sent - started,
+            "sync/seconds": done - started,
+        }
+        if audited:
+            metrics["sync/audit_seconds"] = self._own_audit_seconds + self._engine_audit_seconds
+        return metrics | parity
 
     # --- connecting -------------------------------------------------------------------------------------------------
 
@@ -163,10 +175,7 @@ class Bridge:
     def _hear_all(self, pending) -> _Setup:
         """Rank 0: wait for every worker's hello; an engine that fails meanwhile is reported at once."""
         sizes = self.driver.engine_world_sizes
-        keys = [[f"hello/{r}/{w}" for w in range(size)] for r, size in enumerate(sizes)]
-        while not self._store.check([key for names in keys for key in names]):
-            pending.raise_if_failed()
-            time.sleep(_POLL_SECONDS)
+        keys = self._wait_for("hello", sizes, pending)
         hellos = [[msgspec.json.decode(self._store.get(k), type=handshake.Hello) for k in names] for names in keys]
         layouts = [[hello.layout for hello in replica] for replica in hellos]
         known = {
@@ -174,11 +183,20 @@ class Bridge:
             for digest in dict.fromkeys(d for replica in layouts for d in replica)
         }
         beside = [[hello.node == socket.gethostname() for hello in replica] for replica in hellos]
-        setup = _Setup(self._store.port, sizes, beside, layouts, known)
+        devices = [[hello.device for hello in replica] for replica in hellos]
+        setup = _Setup(self._store.port, sizes, beside, devices, layouts, known)
         setup.error = self.disagreement(hellos) or self._not_covered(setup)
         if setup.error:
             self._tell_all(setup, lambda replica, worker: handshake.Program(error=setup.error))
         return setup
+
+    def _wait_for(self, word: str, sizes: list[int], pending) -> list[list[str]]:
+        """Rank 0: until every worker has written its key `word/replica/worker`; returns the keys."""
+        keys = [[f"{word}/{r}/{w}" for w in range(size)] for r, size in enumerate(sizes)]
+        while not self._store.check([key for names in keys for key in names]):
+            pending.raise_if_failed()
+            time.sleep(_POLL_SECONDS)
+        return keys
 
     @staticmethod
     def disagreement(hellos: list[list[handshake.Hello]]) -> str:
@@ -227,7 +245,7 @@ class Bridge:
     def _share(self, setup: _Setup | None) -> _Setup:
         """Rank 0's setup on every rank; without engines an empty one."""
         if self.layout.is_first:
-            setup = setup or _Setup(0, [], [], [], {})
+            setup = setup or _Setup(0, [], [], [], [], {})
             blob = torch.frombuffer(bytearray(msgspec.json.encode(setup)), dtype=torch.uint8)
             broadcast_from_first(blob, torch.uint8)
             return setup
@@ -239,19 +257,20 @@ class Bridge:
         sources = Sources(self.model.holdings)
         plans: dict[tuple, tuple] = {}
         for index, digests in enumerate(setup.layouts):
-            key = (*digests, *setup.beside[index])
-            if key not in plans:
-                plans[key] = self._plan_engine(sources, [setup.known[d] for d in digests], setup.beside[index])
-            plan, ledger, metas, places = plans[key]
             upstream = self._upstream(index, setup)
-            fed = upstream == "trainer" and self.config.mode == "planned"
-            senders = sorted({0} | {t.source for t in plan}) if fed else [0]
             doors = [self._door(setup, index, w) for w in range(len(digests))] if upstream == "memory" else []
-            if doors:
-                senders = sorted({0, *doors})
+            key = (*digests, *setup.beside[index], *doors)
+            if key not in plans:
+                layouts = [setup.known[digest] for digest in digests]
+                plans[key] = self._plan_engine(sources, layouts, setup.beside[index], doors, sum(setup.sizes))
+            plan, ledger, metas, places = plans[key]
+            fed = upstream == "trainer" and self.config.mode == "planned"
+            senders = sorted({0, *doors} | ({t.source for t in plan} if fed else set()))
             self.replicas.append(_Replica(index, len(digests), plan, ledger, metas, places, upstream, senders, doors))
 
-    def _plan_engine(self, sources: Sources, layouts: list[EngineLayout], beside: list[bool]) -> tuple:
+    def _plan_engine(
+        self, sources: Sources, layouts: list[EngineLayout], beside: list[bool], doors: list[int], workers: int
+    ) -> tuple:
         world, metas = self.layout.world_size, self._metas
         if self.config.mode == "gathered":
             holding = Holding((0,), [whole(meta.name, meta.shape) for meta in metas.values()])
@@ -270,9 +289,15 @@ class Bridge:
         local = transport.ranks_per_node(world)
 
         def distance(source: int, destination: int) -> int:
-            return 0 if source < local and beside[destination - world] else 1
+            worker = destination - world
+            if doors and source == doors[worker]:
+                return 0
+            return 1 if source < local and beside[worker] else 2
 
-        plan = make_plan(sources, holdings, metas, self.bucket_bytes, distance)
+        limit = self.bucket_bytes
+        if doors:  # two buffers for each worker beside a rank, and what it sends: together two buckets
+            limit = max(1, 2 * self.bucket_bytes // (2 * -(-workers // min(local, world)) + 1))
+        plan = make_plan(sources, holdings, metas, limit, distance)
         ledger = Ledger(plan)
         places = [torch.tensor([ledger.places[p.name, p.box] for p in holding.pieces]) for holding in holdings]
         return plan, ledger, metas, places
@@ -286,15 +311,45 @@ class Bridge:
         return "engine" if alike and self.config.fan_out else "trainer"
 
     def _transport(self, setup: _Setup) -> str:
-        """`auto`: engines on the trainer's devices get their weights in memory; others over the network."""
+        """`auto`: engines on the trainer's GPUs get their weights in memory; others over the network."""
         if self.config.transport != "auto":
             return self.config.transport
-        return "cuda_ipc" if device.HAS_CUDA else "gloo"
+        if not device.HAS_CUDA:
+            return "gloo"
+        return "cuda_ipc" if self._shares_devices(setup) else "nccl"
+
+    def _shares_devices(self, setup: _Setup) -> bool:
+        return all(name in self._rank_devices for workers in setup.devices for name in workers)
+
+    def _check_transport(self, setup: _Setup) -> None:
+        """Raises ValueError where engines do not lie as `sync.transport` has it."""
+        kind = self._transport(setup)
+        if kind in ("shared_memory", "cuda_ipc") and not self._shares_devices(setup):
+            raise ValueError(
+                f"sync.transport={kind} needs every engine worker on the device of a trainer rank, and some are on "
+                "others; set sync.transport=auto"
+            )
+        if kind == "shared_memory" and device.HAS_CUDA:
+            raise ValueError("sync.transport=shared_memory is for engines on the CPU; set sync.transport=auto")
+        if kind == "nccl" and self._shares_devices(setup):
+            raise ValueError(
+                "sync.transport=nccl allows no two processes on one GPU, and the engines share the trainer's; set "
+                "sync.transport=auto, or rollout.placement=disaggregated"
+            )
+
+    def _gather_devices(self) -> list[str]:
+        """`transport.identity` of every rank's device."""
+        mine = torch.zeros(_IDENTITY_BYTES, dtype=torch.uint8)
+        text = transport.identity(device.current()).encode()[:_IDENTITY_BYTES]
+        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        everyone = [torch.empty_like(mine) for _ in range(self.layout.world_size)]
+        dist.all_gather(everyone, mine)
+        return [bytes(one.numpy()).rstrip(b"\0").decode() for one in everyone]
 
     def _door(self, setup: _Setup, replica: int, worker: int) -> int:
-        """The trainer rank on a worker's device: engines take the node's devices in order, as ranks do."""
-        place = sum(setup.sizes[:replica]) + worker
-        return place % min(self.layout.world_size, transport.ranks_per_node(self.layout.world_size))
+        """The trainer rank on a worker's device; of several (on a CPU) they take turns."""
+        beside = [rank for rank, name in enumerate(self._rank_devices) if name == setup.devices[replica][worker]]
+        return beside[(sum(setup.sizes[:replica]) + worker) % len(beside)]
 
     def _check_agreement(self) -> None:
         """Raises AssertionError when ranks planned differently: then their layouts differ, which is our mistake."""
@@ -305,12 +360,13 @@ class Bridge:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         assert torch.equal(least, largest), f"the trainer ranks made different plans; this one: {mine}"
 
-    def _link(self, setup: _Setup) -> None:
+    def _link(self, setup: _Setup, pending) -> None:
         rank, kind = self.layout.rank, self._transport(setup)
         for replica in self.replicas:
             self._open_doors(replica)
         if rank == 0:
             self._tell_all(setup, lambda r, w: self._program(self.replicas[r], w, setup))
+            self._wait_for("joining", setup.sizes, pending)
         for replica in self.replicas:
             if rank in replica.senders:
                 backend = "nccl" if kind == "nccl" else "gloo"
@@ -479,7 +535,9 @@ class Bridge:
         vectors: dict[int, torch.Tensor] = {}
         for replica in self.replicas:
             if id(replica.ledger) not in vectors:
+                before = device.now()
                 vector = replica.ledger.sums(self.layout.rank, self.model.tensors, replica.metas)
+                self._own_audit_seconds += device.now() - before
                 vector = vector.to(device.current())
                 dist.all_reduce(vector)
                 vectors[id(replica.ledger)] = vector.cpu()
@@ -494,11 +552,14 @@ class Bridge:
 
     def _compare(self, replica: _Replica, expected: torch.Tensor) -> list[str]:
         found = [
-            replica.link.receive(len(replica.senders) + worker, (len(places),), torch.int64)
+            replica.link.receive(len(replica.senders) + worker, (len(places) + 1,), torch.int64)
             for worker, places in enumerate(replica.places)
         ]
         lines = []
-        for worker, (sums, places) in enumerate(zip(found, replica.places, strict=True)):
+        for worker, (answer, places) in enumerate(zip(found, replica.places, strict=True)):
+            *_, microseconds = answer.tolist()
+            self._engine_audit_seconds = max(self._engine_audit_seconds, microseconds / 1e6)
+            sums = answer[:-1]
             lines += [
                 f"engine {replica.index} worker {worker}: {line}"
                 for line in replica.ledger.differences(expected, sums, places)

@@ -21,8 +21,9 @@ class Hello(msgspec.Struct):
     """A worker's first words."""
 
     vllm: str  # version
-    node: str  # host name
     layout: str  # digest
+    node: str  # host name
+    device: str  # `identity` of resharding/transport.py
 
 
 class Round(msgspec.Struct, array_like=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 
@@ -19,6 +20,7 @@ from megarl.resharding.plan import Plan, Transfer
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(minutes=10)
+FORMING = timedelta(minutes=2)  # all members of a communicator have been told to come when the first one waits
 
 
 def address() -> str:
@@ -30,6 +32,13 @@ def address() -> str:
 def ranks_per_node(world_size: int) -> int:
     """How many of the launcher's ranks share a node; without a launcher all of them."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
+def identity(device: torch.device) -> str:
+    """The physical device, the same text in every process that uses it: a GPU's UUID, or the CPU's host name."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_properties(device).uuid)
+    return f"cpu of {socket.gethostname()}"
 
 
 def host(port: int) -> dist.TCPStore:
@@ -67,8 +76,9 @@ class Link:
                 if interface
                 else dist.ProcessGroupGloo.create_default_device()
             ]
-            options._timeout = TIMEOUT
+            options._timeout = FORMING
             self.group = dist.ProcessGroupGloo(prefixed, rank, size, options)
+            self.group.set_timeout(TIMEOUT)
         else:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = TIMEOUT
@@ -116,6 +126,8 @@ class Link:
 
     def broadcast(self, buffer: torch.Tensor) -> None:
         """From member 0 to all; on the others the buffer is filled."""
+        if self.group is None:
+            raise RuntimeError("this communicator was aborted")
         self.group.broadcast(buffer, 0).wait()
 
     def abort(self) -> None:

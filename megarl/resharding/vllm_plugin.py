@@ -7,6 +7,7 @@ Registered by the entry point `vllm.general_plugins`, which every vLLM process l
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -79,7 +80,7 @@ def register() -> None:
             digest = handshake.digest_of(self.layout)
             if self.store.add(f"claim/{digest}", 1) == 1:  # the first of its kind: the layout travels once
                 self.store.set(f"layout/{digest}", msgspec.json.encode(self.layout))
-            hello = handshake.Hello(vllm_version, socket.gethostname(), digest)
+            hello = handshake.Hello(vllm_version, digest, socket.gethostname(), transport.identity(self.device))
             self.store.set(f"hello/{replica}/{worker}", msgspec.json.encode(hello))
             program = msgspec.json.decode(self.store.get(f"program/{replica}/{worker}"), type=handshake.Program)
             if program.error:
@@ -88,6 +89,7 @@ def register() -> None:
 
         def _connect(self, replica: int, worker: int) -> None:
             program = self.program
+            self.store.set(f"joining/{replica}/{worker}", b"")
             self.link = transport.Link(
                 self.store, f"engine/{replica}", program.member, program.members, program.backend
             )
@@ -109,6 +111,8 @@ def register() -> None:
             self.receive_weights(self.parse_update_info(update_info))
 
         def receive_weights(self, update_info: UpdateInfo) -> None:
+            if self.link is None:
+                raise ValueError("the last update broke off, and its communicator with it; connect the bridge again")
             try:
                 if update_info.digest != self.program.digest:
                     raise ValueError(
@@ -146,7 +150,7 @@ def register() -> None:
                     else:
                         installation.write(take, values)
                 del buffer, values
-            sums = installation.sums
+            sums, self.audit_seconds = installation.sums, installation.audit_seconds
             if staged:
                 if audited:
                     extra = [_whole_sum(tensor) for tensor in staged.values()]
@@ -157,7 +161,7 @@ def register() -> None:
 
         def _install_whole(self, audited: bool) -> torch.Tensor | None:
             """The `gathered` mode: whole tensors, through vLLM's own loader."""
-            sums = []
+            sums, self.audit_seconds = [], 0.0
 
             def arriving() -> Iterator[tuple[str, torch.Tensor]]:
                 for bucket in buckets(self.metas, self.bucket_bytes):
@@ -166,7 +170,9 @@ def register() -> None:
                     self.link.broadcast(flat)
                     tensors = unpack(bucket, flat.to(self.device))
                     if audited:
+                        before = time.perf_counter()
                         sums.extend(_whole_sum(tensor).cpu() for tensor in tensors.values())
+                        self.audit_seconds += time.perf_counter() - before
                     yield from tensors.items()
 
             vllm_reload.load_all(self.model, arriving(), self.model_config)
@@ -203,7 +209,8 @@ def register() -> None:
             return step.takes, buffer, link.exchange(receives=list(zip(peers, parts)))
 
         def _await_verdict(self, sums: torch.Tensor) -> None:
-            self.link.send(0, sums)
+            microseconds = torch.tensor([int(1e6 * self.audit_seconds)])
+            self.link.send(0, torch.cat([sums, microseconds]))
             if not int(self.link.receive(0, (1,), torch.int64)):
                 raise ValueError("the audit found other weights than the trainer sent; its error names the tensors")
 

@@ -7,6 +7,7 @@ module memory when its first box arrives; a module that is complete is audited a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -69,6 +70,7 @@ class Installation:
             self._pieces.setdefault(piece.tensor.rpartition(".")[0], []).append((index, piece))
         self._missing = {path: sum(piece.numel for _, piece in pieces) for path, pieces in self._pieces.items()}
         self._open: set[str] = set()
+        self.audit_seconds = 0.0
         self.sums = torch.zeros(len(layout.pieces), dtype=torch.int64) if audited else None
         with torch.no_grad():
             initialize_layerwise_reload(model)
@@ -108,10 +110,12 @@ class Installation:
                 tensor.data.zero_()  # padding, which no piece covers
 
     def _close_module(self, path: str, module: torch.nn.Module) -> None:
+        before = time.perf_counter()
         if self.sums is not None:
             for index, piece in self._pieces[path]:
                 raw = getattr(module, piece.tensor.rpartition(".")[2])
                 self.sums[index] = checksum(piece.view(raw), piece.box, raw.dtype)
+        self.audit_seconds += time.perf_counter() - before
         self._open.remove(path)
         _layerwise_process(module, get_layerwise_info(module))
 

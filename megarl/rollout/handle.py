@@ -92,6 +92,8 @@ class RolloutDriver:
                 start_new_session=True,  # a terminal's Ctrl-C is rank 0's to handle
             )
         gpu_ids = device.visible_gpu_ids() if device.HAS_CUDA else None
+        if gpu_ids is not None and config.rollout.placement == "disaggregated":
+            gpu_ids = gpu_ids[config.world_size // config.trainer.nnodes :]
         self._ready = self._request(
             "start",
             dict[str, int],

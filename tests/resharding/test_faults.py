@@ -205,13 +205,13 @@ def test_every_fault_of_a_delivery_is_named(faulty):
 
 
 def test_engine_workers_that_disagree_are_named():
-    alike = [[Hello("0.32", "node", "a"), Hello("0.32", "node", "b")]]
+    alike = [[Hello("0.32", "a", "node", "cpu"), Hello("0.32", "b", "node", "cpu")]]
     assert Bridge.disagreement([*alike, *alike]) == ""
-    other_layout = [Hello("0.32", "node", "a"), Hello("0.32", "node", "c")]
+    other_layout = [Hello("0.32", "a", "node", "cpu"), Hello("0.32", "c", "node", "cpu")]
     assert "engine 1 worker 1 lays its weights out differently from engine 0 worker 1" in Bridge.disagreement(
         [*alike, other_layout]
     )
-    other_release = [Hello("0.33", "node", "a"), Hello("0.32", "node", "b")]
+    other_release = [Hello("0.33", "a", "node", "cpu"), Hello("0.32", "b", "node", "cpu")]
     assert "different vLLM releases" in Bridge.disagreement([*alike, other_release])
 
 
