@@ -7,17 +7,21 @@ products: with u = 2 N V_local H FLOP for one of them,
     (no gradient)   1 u   logits
     linear_loss     3 u   logits, dhidden, dweight, all in the forward
 
+and, with the exact KL to a reference model, the reference's logits of the same chunk: 1 u more, in linear_logprob's
+backward another one. Nothing of the reference is kept.
+
 linear_loss needs a loss that is a sum over tokens of a function of a token's own log-prob and entropy (PPO, GRPO and
 most others; not GSPO, whose ratio is of whole sequences). The function's slopes are then known as soon as a chunk's
 statistics are, dlogits is written over the chunk while it is live, and nothing is recomputed or kept but dhidden. The
-statistics and dlogits of a chunk are the kernels of ops/logprob.py, the products cuBLAS's.
+statistics and dlogits of a chunk are the kernels of ops/logprob.py and ops/logprob_kl.py, the products cuBLAS's.
 
 Memory beside hidden states and gradients: one chunk of logits, chunk_tokens x V_local of the weight's type, whatever N
-is. Only tokens with a target are computed at all: prompts and padding cost neither products nor memory.
+is; with a reference its chunk too. Only tokens with a target are computed at all: prompts and padding cost neither
+products nor memory.
 
-Collectives, with a group of more than one rank: one all-gather of [4, chunk_tokens] statistics a chunk, and one
-all-reduce of dhidden; under sequence parallelism instead one all-gather of the hidden states (a second one in the
-backward of linear_logprob) and one reduce-scatter of dhidden.
+Collectives, with a group of more than one rank: one all-gather of [4, chunk_tokens] statistics a chunk ([7, ...] with
+a reference), and one all-reduce of dhidden; under sequence parallelism instead one all-gather of the hidden states (a
+second one in the backward of linear_logprob) and one reduce-scatter of dhidden.
 
 dweight is added up over chunks in fp32, straight into `weight.main_grad` where Megatron's DistributedDataParallel has
 put one, else in a buffer of its own. On a CPU each chunk's product is rounded to the weight's type before it is added.
@@ -31,6 +35,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megarl.ops import logprob_kl
 from megarl.ops.logprob import (
     _all_gather,
     _dense,
@@ -41,8 +46,12 @@ from megarl.ops.logprob import (
     own_columns,
 )
 
-# (log-prob [n] fp32, entropy [n] fp32, their places among the N tokens [n] int64) -> weighted losses [n]
-TokenLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# (log-prob [n] fp32, entropy [n] fp32, their places among the N tokens [n] int64, and with a reference the KL [n] fp32)
+# -> weighted losses [n]
+TokenLoss = Callable[..., torch.Tensor]
+
+# (hidden states [N, K], output weight [V_local, K]) of the reference model
+Reference = tuple[torch.Tensor, torch.Tensor]
 
 # Of one chunk of logits. The GPU's is larger because every chunk reads and writes dweight once: at 3,500 tokens that
 # is the time of a quarter of the chunk's product.
@@ -63,10 +72,16 @@ class _Head:
     num_valid: int
     sequence_parallel: bool
     chunk_tokens: int
+    has_reference: bool
 
     @property
     def columns(self) -> tuple[float, float | None, int, int]:
         return self.temperature, self.soft_cap, self.first, self.num_valid
+
+    @property
+    def statistics(self) -> tuple[int, int]:
+        """How many numbers of a token the backward takes, and how many come out."""
+        return (6, 3) if self.has_reference else (3, 2)
 
     @property
     def sharded(self) -> bool:
@@ -83,7 +98,8 @@ def linear_logprob(
     soft_cap: float | None = None,
     sequence_parallel: bool = False,
     chunk_tokens: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    reference: Reference | None = None,
+) -> tuple[torch.Tensor, ...]:
     """Log-prob of each target and entropy of each distribution, under softmax(hidden weight^T / temperature).
 
     hidden: [N, H] bf16, fp16, fp32 or fp64, the same on every rank of `group`; with sequence_parallel this rank's
@@ -95,12 +111,16 @@ def linear_logprob(
     group, temperature, vocab_size, soft_cap: as in ops.logprob.logprob_and_entropy.
     sequence_parallel: hidden states come, and their gradient goes, cut over the ranks of `group`.
     chunk_tokens: tokens whose logits live at a time; None: as many as CHUNK_BYTES hold.
+    reference: (ref_hidden [N, K], ref_weight [V_local, K]) of one type, the hidden states those of all N tokens on
+        every rank; asks for KL(policy || reference) as in ops/logprob_kl.py. Neither gets a gradient.
 
-    Returns (logprob [N], entropy [N], in nats), fp32 (fp64 for fp64), bitwise the same on every rank.
+    Returns (logprob [N], entropy [N], and with a reference kl [N], in nats), fp32 (fp64 for fp64), bitwise the same on
+    every rank.
     Raises ValueError for shapes, types, a temperature or a cap that do not fit, and for a main_grad that is not fp32.
     """
-    head = _head(hidden, weight, targets, group, temperature, vocab_size, soft_cap, sequence_parallel, chunk_tokens)
-    return _LinearLogprob.apply(hidden, weight, targets, head)
+    scales = (temperature, soft_cap, vocab_size)
+    head = _head(hidden, weight, targets, group, *scales, sequence_parallel, chunk_tokens, reference)
+    return _LinearLogprob.apply(hidden, weight, targets, *_frozen(reference), head)
 
 
 def linear_loss(
@@ -115,16 +135,19 @@ def linear_loss(
     soft_cap: float | None = None,
     sequence_parallel: bool = False,
     chunk_tokens: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    reference: Reference | None = None,
+) -> tuple[torch.Tensor, ...]:
     """Sum of a loss over tokens, with its gradient already taken in the forward.
 
-    token_loss: called for every chunk with (log-prob [n], entropy [n], their places among the N tokens [n] int64);
-        returns the weighted losses [n], each of its own token only, the same on every rank.
+    token_loss: called for every chunk with (log-prob [n], entropy [n], their places among the N tokens [n] int64, and
+        with a reference the KL [n]); returns the weighted losses [n], each of its own token only, the same on every
+        rank.
     gradient_scale: what the backward's upstream gradient will be, a number or a scalar tensor (a loss scale): dweight
         is added up before that gradient is known. Any other is refused.
     The other arguments are linear_logprob's.
 
-    Returns (loss, a scalar; logprob [N]; entropy [N]), the last two without gradient, for metrics.
+    Returns (loss, a scalar; logprob [N]; entropy [N]; with a reference kl [N]), all but the first without gradient, for
+    metrics.
     Raises ValueError as linear_logprob; for losses that are not [n]; when called inside a backward, where a
     recomputation would add dweight twice; and in the backward, for another upstream gradient (on a GPU a device-side
     assertion) or a second backward.
@@ -134,82 +157,84 @@ def linear_loss(
     an empty gradient and `grad_added_to_main_grad`, or zeros where the weight carries `zero_out_wgrad`, as a weight
     must that is also an embedding on the same pipeline stage (Megatron sets it).
     """
-    head = _head(hidden, weight, targets, group, temperature, vocab_size, soft_cap, sequence_parallel, chunk_tokens)
+    scales = (temperature, soft_cap, vocab_size)
+    head = _head(hidden, weight, targets, group, *scales, sequence_parallel, chunk_tokens, reference)
     if not torch.is_grad_enabled() or not (hidden.requires_grad or weight.requires_grad):
-        logprob, entropy = _LinearLogprob.apply(hidden.detach(), weight.detach(), targets, head)
+        values = _LinearLogprob.apply(hidden.detach(), weight.detach(), targets, *_frozen(reference), head)
         kept = _kept(targets)
-        return token_loss(logprob[kept], entropy[kept], kept).sum(), logprob, entropy
+        logprob, entropy, *kl = (value[kept] for value in values)
+        return token_loss(logprob, entropy, kept, *kl).sum(), *values
     if torch._C._current_graph_task_id() != -1:
         raise ValueError(
             "linear_loss was called inside a backward, as activation recomputation does; its weight gradient would be "
             "added twice. Leave the output layer out of the recomputed part"
         )
     scale = torch.as_tensor(gradient_scale, dtype=_statistics_dtype(hidden), device=hidden.device)
-    return _LinearLoss.apply(hidden, weight, targets, token_loss, scale, head)
+    return _LinearLoss.apply(hidden, weight, targets, *_frozen(reference), token_loss, scale, head)
 
 
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, head):
+    def forward(ctx, hidden, weight, targets, ref_hidden, ref_weight, head):
         kept = _kept(targets)
         all_hidden = _take(_all_hidden(hidden, head), kept, targets)
-        statistics = hidden.new_empty((4, len(kept)), dtype=_statistics_dtype(hidden))
-        for rows, logits in _chunks_of_logits(all_hidden, weight, head):
-            statistics[:, rows] = torch.stack(_statistics(logits, targets[kept[rows]], head))
-        ctx.save_for_backward(hidden, weight, targets, kept, *statistics.unbind())
+        frozen = (_taken_too(ref_hidden, kept, targets), ref_weight)
+        merged, values = (hidden.new_empty((n, len(kept)), dtype=_statistics_dtype(hidden)) for n in head.statistics)
+        for rows, *logits in _chunks_of_logits(all_hidden, weight, *frozen, head):
+            of_rows, values_of_rows = _statistics(*logits, targets[kept[rows]], head)
+            merged[:, rows], values[:, rows] = of_rows, torch.stack(values_of_rows)
+        ctx.save_for_backward(hidden, weight, targets, ref_hidden, ref_weight, kept, merged)
         ctx.head = head
         ctx.set_materialize_grads(False)
-        logprob, entropy = (_spread(of_kept, kept, targets) for of_kept in statistics[2:])
-        return logprob, entropy
+        return tuple(_spread(of_kept, kept, targets) for of_kept in values)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_logprob, grad_entropy):
-        if grad_logprob is None and grad_entropy is None:
-            return None, None, None, None
-        hidden, weight, targets, kept, maximum, log_sum, _, entropy = ctx.saved_tensors
+    def backward(ctx, *upstream):
+        if all(grad is None for grad in upstream):
+            return (None,) * 6
+        hidden, weight, targets, ref_hidden, ref_weight, kept, merged = ctx.saved_tensors
         head, needs_hidden, needs_weight = ctx.head, *ctx.needs_input_grad[:2]
         all_hidden = _all_hidden(hidden, head)
         num_tokens = len(all_hidden)
         all_hidden = _take(all_hidden, kept, targets)
-        upstream = [
-            None if grad is None else _take(_dense(grad), kept, targets) for grad in (grad_logprob, grad_entropy)
-        ]
+        frozen = (_taken_too(ref_hidden, kept, targets), ref_weight)
+        upstream = [None if grad is None else _take(_dense(grad), kept, targets) for grad in upstream]
         gradients = _Gradients(all_hidden, weight, needs_hidden, needs_weight)
-        for rows, logits in _chunks_of_logits(all_hidden, weight, head):
-            slopes = (None if grad is None else grad[rows] for grad in upstream)
-            own = (targets[kept[rows]], maximum[rows], log_sum[rows], entropy[rows])
-            backward_into(logits, logits, *own, *slopes, *head.columns)
-            gradients.add(rows, logits)
+        for rows, *logits in _chunks_of_logits(all_hidden, weight, *frozen, head):
+            slopes = [None if grad is None else grad[rows] for grad in upstream]
+            _write_gradient(*logits, targets[kept[rows]], merged[:, rows], slopes, head)
+            gradients.add(rows, logits[0])
         grad_hidden = gradients.of_hidden(kept, num_tokens, head)
-        return grad_hidden, _handed_over(weight, gradients.of_weight()), None, None
+        return (grad_hidden, _handed_over(weight, gradients.of_weight())) + (None,) * 4
 
 
 class _LinearLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, token_loss, scale, head):
+    def forward(ctx, hidden, weight, targets, ref_hidden, ref_weight, token_loss, scale, head):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         kept = _kept(targets)
         all_hidden = _all_hidden(hidden, head)
         num_tokens = len(all_hidden)
         all_hidden = _take(all_hidden, kept, targets)
-        values = hidden.new_empty((2, len(kept)), dtype=scale.dtype)
+        frozen = (_taken_too(ref_hidden, kept, targets), ref_weight)
+        values = hidden.new_empty((head.statistics[1], len(kept)), dtype=scale.dtype)
         loss = torch.zeros_like(scale)
         gradients = _Gradients(all_hidden, weight, needs_hidden, needs_weight)
-        for rows, logits in _chunks_of_logits(all_hidden, weight, head):
+        for rows, *logits in _chunks_of_logits(all_hidden, weight, *frozen, head):
             own = targets[kept[rows]]
-            maximum, log_sum, logprob, entropy = _statistics(logits, own, head)
-            values[0, rows], values[1, rows] = logprob, entropy
-            losses, slopes = _slopes(token_loss, logprob, entropy, kept[rows], scale)
+            merged, values_of_rows = _statistics(*logits, own, head)
+            values[:, rows] = torch.stack(values_of_rows)
+            losses, slopes = _slopes(token_loss, values_of_rows, kept[rows], scale)
             loss += losses.sum()
             if any(slope is not None for slope in slopes):
-                backward_into(logits, logits, own, maximum, log_sum, entropy, *slopes, *head.columns)
-                gradients.add(rows, logits)
+                _write_gradient(*logits, own, merged, slopes, head)
+                gradients.add(rows, logits[0])
         ctx.weight, ctx.scale = weight, scale
         ctx.gradients = (gradients.of_hidden(kept, num_tokens, head), gradients.of_weight())
-        logprob, entropy = (_spread(of_kept, kept, targets) for of_kept in values)
-        ctx.mark_non_differentiable(logprob, entropy)
-        return loss, logprob, entropy
+        values = tuple(_spread(of_kept, kept, targets) for of_kept in values)
+        ctx.mark_non_differentiable(*values)
+        return loss, *values
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -219,7 +244,7 @@ class _LinearLoss(torch.autograd.Function):
         _check_upstream(upstream, ctx.scale)
         grad_hidden, grad_weight = ctx.gradients
         ctx.gradients = None
-        return (grad_hidden, _handed_over(ctx.weight, grad_weight)) + (None,) * 4
+        return (grad_hidden, _handed_over(ctx.weight, grad_weight)) + (None,) * 6
 
 
 class _Gradients:
@@ -286,7 +311,9 @@ def _(out, grad_logits, hidden):
         torch.addmm(out, grad_logits.t(), hidden, out_dtype=out.dtype, out=out)
 
 
-def _head(hidden, weight, targets, group, temperature, vocab_size, soft_cap, sequence_parallel, chunk_tokens) -> _Head:
+def _head(
+    hidden, weight, targets, group, temperature, soft_cap, vocab_size, sequence_parallel, chunk_tokens, reference
+) -> _Head:
     ranks = 1 if group is None else dist.get_world_size(group)
     num_tokens = len(hidden) * (ranks if sequence_parallel else 1)
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or hidden.dtype != weight.dtype:
@@ -299,14 +326,30 @@ def _head(hidden, weight, targets, group, temperature, vocab_size, soft_cap, seq
             f"targets {tuple(targets.shape)} {targets.dtype} must be [{num_tokens}] int64: one for each hidden state "
             "of every rank"
         )
+    ref_hidden, ref_weight = reference or (None, None)
+    if reference is not None and (
+        ref_hidden.shape != (num_tokens, ref_weight.shape[-1])
+        or ref_weight.shape[:-1] != weight.shape[:1]
+        or ref_hidden.dtype != ref_weight.dtype
+    ):
+        raise ValueError(
+            f"reference: hidden states {tuple(ref_hidden.shape)} {ref_hidden.dtype} and weight "
+            f"{tuple(ref_weight.shape)} {ref_weight.dtype} must be [{num_tokens}, K] and [{weight.shape[0]}, K] of "
+            "one type"
+        )
     check_scales(temperature, soft_cap)
     if chunk_tokens is None:
-        row_bytes = weight.shape[0] * weight.element_size()
+        row_bytes = weight.shape[0] * (weight.element_size() + (0 if reference is None else ref_weight.element_size()))
         chunk_tokens = max(1, CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cuda"]) // row_bytes)
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens {chunk_tokens} must be at least 1")
     first, num_valid = own_columns(weight.shape[0], group, vocab_size)
-    return _Head(group, float(temperature), soft_cap, first, num_valid, sequence_parallel, chunk_tokens)
+    columns = (float(temperature), soft_cap, first, num_valid)
+    return _Head(group, *columns, sequence_parallel, chunk_tokens, reference is not None)
+
+
+def _frozen(reference: Reference | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return (None, None) if reference is None else (reference[0].detach(), reference[1].detach())
 
 
 def _kept(targets: torch.Tensor) -> torch.Tensor:
@@ -316,6 +359,10 @@ def _kept(targets: torch.Tensor) -> torch.Tensor:
 
 def _take(values: torch.Tensor, kept: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return values if len(kept) == len(targets) else values.index_select(0, kept)
+
+
+def _taken_too(ref_hidden: torch.Tensor | None, kept: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
+    return None if ref_hidden is None else _take(ref_hidden, kept, targets)
 
 
 def _spread(of_kept: torch.Tensor, kept: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -332,34 +379,54 @@ def _all_hidden(hidden: torch.Tensor, head: _Head) -> torch.Tensor:
     return gathered
 
 
-def _chunks_of_logits(hidden: torch.Tensor, weight: torch.Tensor, head: _Head):
-    """(rows, logits [n, V_local]) over all tokens, the logits in one buffer that the next chunk overwrites."""
+def _chunks_of_logits(hidden, weight, ref_hidden, ref_weight, head: _Head):
+    """(rows, logits [n, V_local], the reference's or None), in buffers that the next chunk overwrites."""
     num_tokens = len(hidden)
     num_chunks = -(-num_tokens // head.chunk_tokens)
     size = -(-num_tokens // max(num_chunks, 1))  # even ones: a short last chunk would leave a slow product
     buffer = hidden.new_empty((size, len(weight)))
+    ref_buffer = ref_hidden.new_empty((size, len(weight))) if head.has_reference else None
     for start in range(0, num_tokens, max(size, 1)):
         rows = slice(start, min(start + size, num_tokens))
-        yield rows, torch.mm(hidden[rows], weight.detach().t(), out=buffer[: rows.stop - start])
+        logits = torch.mm(hidden[rows], weight.detach().t(), out=buffer[: rows.stop - start])
+        ref_logits = None
+        if head.has_reference:
+            ref_logits = torch.mm(ref_hidden[rows], ref_weight.t(), out=ref_buffer[: rows.stop - start])
+        yield rows, logits, ref_logits
 
 
-def _statistics(logits: torch.Tensor, targets: torch.Tensor, head: _Head) -> tuple[torch.Tensor, ...]:
-    """(maximum, log_sum, logprob, entropy), each [n]; one all-gather."""
-    packed = local_statistics(logits, targets, *head.columns)
-    return merge_statistics(_all_gather(packed, head.group), targets, head.temperature)
+def _statistics(logits, ref_logits, targets, head: _Head) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """(what _write_gradient takes [3 or 6, n], (logprob [n], entropy [n], any kl [n])); one all-gather."""
+    if head.has_reference:
+        packed = logprob_kl.local_statistics(logits, ref_logits, targets, *head.columns)
+        return logprob_kl.merge(_all_gather(packed, head.group), targets, head.temperature)
+    packed = _all_gather(local_statistics(logits, targets, *head.columns), head.group)
+    maximum, log_sum, logprob, entropy = merge_statistics(packed, targets, head.temperature)
+    return torch.stack([maximum, log_sum, entropy]), (logprob, entropy)
 
 
-def _slopes(token_loss: TokenLoss, logprob, entropy, rows, scale) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """(losses [n], scale times their slopes in log-prob and entropy [n]; None for one that is not used)."""
+def _write_gradient(logits, ref_logits, targets, merged, slopes: list[torch.Tensor | None], head: _Head) -> None:
+    """The gradient of the sum of slopes times values, over the logits. At least one slope is given."""
+    if head.has_reference:
+        given = next(slope for slope in slopes if slope is not None)
+        upstream = torch.stack([torch.zeros_like(given) if slope is None else slope for slope in slopes])
+        logprob_kl.backward_into(logits, logits, ref_logits, targets, merged.contiguous(), upstream, *head.columns)
+    else:
+        backward_into(logits, logits, targets, *merged.contiguous().unbind(), *slopes, *head.columns)
+
+
+def _slopes(token_loss: TokenLoss, values, rows, scale) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """(losses [n], scale times their slopes in each of the values [n]; None for one that is not used)."""
     with torch.enable_grad():
-        values = (logprob.detach().requires_grad_(), entropy.detach().requires_grad_())
-        losses = token_loss(*values, rows)
+        values = [value.detach().requires_grad_() for value in values]
+        logprob, entropy, *kl = values
+        losses = token_loss(logprob, entropy, rows, *kl)
         if losses.shape != logprob.shape:
             raise ValueError(
                 f"token_loss returned {tuple(losses.shape)}; it must return one loss for each of {len(rows)}"
             )
         if not losses.requires_grad:
-            return losses, [None, None]
+            return losses, [None] * len(values)
         slopes = torch.autograd.grad(losses, values, scale.to(losses.dtype).expand_as(losses), allow_unused=True)
     return losses.detach(), [None if slope is None else _dense(slope.to(logprob.dtype)) for slope in slopes]
 

@@ -315,6 +315,100 @@ def test_wrong_arguments_are_named(change, message):
         ops.linear_loss(**(inputs | change))
 
 
+REF_HIDDEN = 8
+
+
+def reference(dtype=torch.float32, vocab=VOCAB):
+    """(hidden states, output weight) of a model of another width."""
+    draw = torch.Generator().manual_seed(5)
+    hidden = torch.randn(TOKENS, REF_HIDDEN, generator=draw, dtype=torch.float64).to(dtype)
+    return hidden, (0.5 * torch.randn(vocab, REF_HIDDEN, generator=draw, dtype=torch.float64)).to(dtype)
+
+
+def with_kl(logprob, entropy, places, kl):
+    return clipped(logprob, entropy, places) + (WEIGHTS[places] * 0.3 * kl).to(logprob.dtype)
+
+
+def only_kl(logprob, entropy, places, kl):
+    return (WEIGHTS[places] * kl).to(kl.dtype)
+
+
+def two_passes_with_kl(hidden, weight, targets, token_loss, **options):
+    values = ops.linear_logprob(hidden, weight, targets, **options)
+    places = (targets >= 0).nonzero()[:, 0]
+    logprob, entropy, kl = (value[places] for value in values)
+    return token_loss(logprob, entropy, places, kl).sum(), *values
+
+
+def of_definition_with_kl(hidden, weight, targets, token_loss, ref_hidden, ref_weight, **scales):
+    """(loss, log-prob, entropy, KL, dhidden, dweight) in fp64."""
+    hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    temperature, soft_cap = scales["temperature"], scales["soft_cap"]
+
+    def log_softmax(z):
+        return torch.log_softmax((z if soft_cap is None else soft_cap * torch.tanh(z / soft_cap)) / temperature, -1)
+
+    log_p = log_softmax((hidden @ weight.T)[:, :VALID])
+    log_q = log_softmax((ref_hidden.double() @ ref_weight.double().T)[:, :VALID])
+    kl = torch.where(targets >= 0, (log_p.exp() * (log_p - log_q)).sum(-1), 0.0)
+    logprob, entropy = definition(hidden, weight, targets, **scales)
+    places = (targets >= 0).nonzero()[:, 0]
+    loss = token_loss(logprob[places], entropy[places], places, kl[places]).sum()
+    gradients = torch.autograd.grad(loss, (hidden, weight))
+    return loss.detach(), logprob.detach(), entropy.detach(), kl.detach(), *gradients
+
+
+def values_and_gradients_with_kl(function, hidden, weight, targets, token_loss, **options):
+    hidden, weight = (x.detach().clone().requires_grad_() for x in (hidden, weight))
+    loss, *values = function(hidden, weight, targets, token_loss, **options)
+    loss.backward()
+    return loss.detach(), *(value.detach() for value in values), hidden.grad, weight.grad
+
+
+KL_MODES = pytest.mark.parametrize("function", [ops.linear_loss, two_passes_with_kl])
+
+
+@KL_MODES
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("temperature", "soft_cap"), [(1.0, None), (0.7, 3.0)])
+@pytest.mark.parametrize("token_loss", [with_kl, only_kl])
+def test_the_exact_kl_is_the_definition_s(function, dtype, temperature, soft_cap, token_loss):
+    inputs, of_reference = case(dtype), reference(dtype)
+    scales = {"temperature": temperature, "soft_cap": soft_cap}
+    found = values_and_gradients_with_kl(
+        function, *inputs, token_loss, vocab_size=VALID, chunk_tokens=6, reference=of_reference, **scales
+    )
+    expected = of_definition_with_kl(*inputs, token_loss, *of_reference, **scales)
+    value_tolerance, grad_tolerance = TOLERANCE[dtype]
+    for a, b in zip(found[1:4], expected[1:4], strict=True):
+        torch.testing.assert_close(a.double(), b, atol=value_tolerance, rtol=0)
+    torch.testing.assert_close(found[0].double(), expected[0], atol=TOKENS * value_tolerance, rtol=0)
+    for a, b in zip(found[4:], expected[4:], strict=True):
+        torch.testing.assert_close(a.double(), b, atol=2 * grad_tolerance, rtol=2 * grad_tolerance)
+    with torch.no_grad():
+        values = ops.linear_loss(
+            *inputs, token_loss, vocab_size=VALID, chunk_tokens=6, reference=of_reference, **scales
+        )
+    assert all(torch.equal(a, b) for a, b in zip(values[1:], found[1:4], strict=True))
+
+
+def test_products_with_a_reference(monkeypatch):
+    """The reference's logits cost one unit (of its own width) more, in two passes two; its weight gets no gradient."""
+    monkeypatch.setattr(ops, "add_weight_gradient", ops.reference_add_weight_gradient)
+    of_reference = tuple(x.requires_grad_() for x in reference())
+    options = {"token_loss": with_kl, "chunk_tokens": 5, "reference": of_reference}
+    unit = REF_HIDDEN / HIDDEN
+    assert units(lambda: values_and_gradients_with_kl(ops.linear_loss, *case(), **options)) == 3 + unit
+    assert units(lambda: values_and_gradients_with_kl(two_passes_with_kl, *case(), **options)) == 4 + 2 * unit
+    assert all(x.grad is None for x in of_reference)
+
+
+@pytest.mark.parametrize("shapes", [((TOKENS, 5), (VOCAB, 8)), ((TOKENS - 1, 8), (VOCAB, 8)), ((TOKENS, 8), (9, 8))])
+def test_a_reference_that_does_not_fit_is_refused(shapes):
+    with pytest.raises(ValueError, match=r"reference: .* must be \[20, K\] and \[37, K\] of one type"):
+        ops.linear_logprob(*case(), reference=tuple(torch.zeros(shape) for shape in shapes))
+
+
 RANKS_VOCAB = 36  # over 4 ranks 9 columns each, of which the last has 6 valid ones
 COUNTED = ("all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor")
 
@@ -342,6 +436,14 @@ def _on_shards():
                 )  # fmt: skip
                 results[mode, ranks, sequence_parallel] = (found, list(sent))
                 sent.clear()
+            ref_hidden, ref_weight = reference(vocab=RANKS_VOCAB)
+            found = values_and_gradients_with_kl(
+                ops.linear_loss, own, weight.chunk(ranks)[rank], targets, with_kl, group=group, vocab_size=VALID,
+                temperature=0.7, sequence_parallel=sequence_parallel, chunk_tokens=6,
+                reference=(ref_hidden, ref_weight.chunk(ranks)[rank]),
+            )  # fmt: skip
+            results["kl", ranks, sequence_parallel] = (found, list(sent))
+            sent.clear()
     return results
 
 
@@ -375,3 +477,22 @@ def test_shards_equal_one_rank(sharded, mode, ranks, sequence_parallel):
     for grad in [torch.cat(grads)] if sequence_parallel else grads:
         torch.testing.assert_close(grad, grad_hidden, atol=1e-6, rtol=0)
     torch.testing.assert_close(torch.cat([found[4] for found, _ in results]), grad_weight, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_shards_with_a_reference_equal_one_rank(sharded, ranks, sequence_parallel):
+    *values, grad_hidden, grad_weight = values_and_gradients_with_kl(
+        ops.linear_loss, *case(vocab=RANKS_VOCAB), with_kl, vocab_size=VALID, temperature=0.7,
+        reference=reference(vocab=RANKS_VOCAB),
+    )  # fmt: skip
+    results = [of_rank["kl", ranks, sequence_parallel] for of_rank in sharded[:ranks]]
+    for found, sent in results:
+        for value, expected in zip(found[:4], values, strict=True):
+            torch.testing.assert_close(value, expected, atol=1e-6, rtol=1e-6)
+        statistics = [piece for name, piece in sent if name == "all_gather_into_tensor" and piece[0] == 7]
+        assert statistics == [[7, 6], [7, 6], [7, 4]] and len(sent) == (5 if sequence_parallel else 4)
+    grads = [found[4] for found, _ in results]
+    for grad in [torch.cat(grads)] if sequence_parallel else grads:
+        assert (grad - grad_hidden).norm() <= 4e-6 * grad_hidden.norm()
+    assert (torch.cat([found[5] for found, _ in results]) - grad_weight).norm() <= 4e-6 * grad_weight.norm()
