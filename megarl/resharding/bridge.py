@@ -256,13 +256,16 @@ class Bridge:
         """One plan for each distinct engine; the same on every rank, without exchange."""
         sources = Sources(self.model.holdings)
         plans: dict[tuple, tuple] = {}
+        head = 0  # of the present chain of engines
         for index, digests in enumerate(setup.layouts):
             upstream = self._upstream(index, setup)
+            head = head if upstream == "engine" else index
             doors = [self._door(setup, index, w) for w in range(len(digests))] if upstream == "memory" else []
-            key = (*digests, *setup.beside[index], *doors)
+            # Buffers are passed on as they came: wherever an engine is, it takes them by the plan of its chain's head.
+            key = (*digests, *setup.beside[head], *doors)
             if key not in plans:
                 layouts = [setup.known[digest] for digest in digests]
-                plans[key] = self._plan_engine(sources, layouts, setup.beside[index], doors, sum(setup.sizes))
+                plans[key] = self._plan_engine(sources, layouts, setup.beside[head], doors, sum(setup.sizes))
             plan, ledger, metas, places = plans[key]
             fed = upstream == "trainer" and self.config.mode == "planned"
             senders = sorted({0, *doors} | ({t.source for t in plan} if fed else set()))
@@ -503,6 +506,8 @@ class Bridge:
             except RuntimeError:
                 alive = False
         if not alive:
+            for door in replica.doors.values():
+                door.abandon()
             replica.link.abort()
         return alive
 

@@ -42,7 +42,6 @@ class Parity:
         self._interval = config.sync.parity_interval
         dtypes = (config.actor.model.dtype, config.rollout.dtype or config.actor.model.dtype)
         self._budget = config.sync.parity_budget or max(_BUDGETS[dtype] for dtype in dtypes)  # the coarser side's
-        self._done = 0
 
     def is_due(self, syncs: int) -> bool:
         """Whether sync number `syncs` (from 0) is checked: the first one after the engines' start, the first one that

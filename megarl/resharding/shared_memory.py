@@ -82,6 +82,10 @@ class SharedWriter:
             wait()
         self._freed, self._told = 0, []
 
+    def abandon(self) -> None:
+        """Before an abort: messages under way would keep gloo's connections open, and the worker waiting."""
+        self._freed, self._told = 0, []
+
     def unlink(self) -> None:
         """Once both sides have the memory mapped it needs no name, and nothing is left behind by a crash."""
         if self._path is not None:

@@ -55,23 +55,35 @@ def test_link(backend):
     assert run_ranks(_over_a_link, 2, backend) == [[True], [True] * 4]
 
 
-def _abandoned():
+def _abandoned(through_memory: bool):
     rank = dist.get_rank()
     link = transport.Link(_meet(rank), "test", rank, 2)
     if rank == 0:
+        if through_memory:
+            door = SharedWriter(lambda: link, 1, 8, torch.device("cpu"), "test-abandoned")
+            door.unlink()
+            door.full()
         time.sleep(1.0)
+        if through_memory:
+            door.abandon()
         link.abort()
         with pytest.raises(RuntimeError, match="aborted"):
             link.send(1, torch.zeros(4, dtype=torch.uint8))
+        dist.barrier()  # what frees the other side is the abort, not the end of this process
         return 0.0
+    if through_memory:
+        link.receive(0, (1,), torch.uint8)
     before = time.monotonic()
     with pytest.raises(RuntimeError):
         link.receive(0, (4,), torch.uint8)
-    return time.monotonic() - before
+    waited = time.monotonic() - before
+    dist.barrier()
+    return waited
 
 
-def test_an_aborted_link_fails_at_once_on_the_other_side():
-    assert run_ranks(_abandoned, 2)[1] < 5.0
+@pytest.mark.parametrize("through_memory", [False, True])
+def test_an_aborted_link_fails_at_once_on_the_other_side(through_memory):
+    assert run_ranks(_abandoned, 2, through_memory)[1] < 5.0
 
 
 def _through_memory(device: str):
