@@ -3,7 +3,7 @@
 import pytest
 
 from megarl.errors import MegarlError
-from megarl.parallel import versions
+from megarl import versions
 
 
 def test_the_installed_releases_are_supported():
