@@ -200,11 +200,18 @@ class Bridge:
 
     @staticmethod
     def disagreement(hellos: list[list[handshake.Hello]]) -> str:
-        """How workers at the same place of different engines differ; empty when they do not.
+        """Which worker cannot take part, or how workers at one place of different engines differ; empty when neither.
 
         Args:
             hellos: [engine][worker].
         """
+        for r, workers in enumerate(hellos):
+            for w, hello in enumerate(workers):
+                if hello.error:
+                    return (
+                        f"engine {r} worker {w} cannot tell where its weights lie ({hello.error}); if this is the "
+                        "model's loader, set sync.mode=gathered"
+                    )
         versions = {hello.vllm: f"engine {r} worker {w}" for r, ws in enumerate(hellos) for w, hello in enumerate(ws)}
         if len(versions) > 1:
             return f"the engine workers run different vLLM releases: {versions}; give all of them the same"
@@ -562,9 +569,8 @@ class Bridge:
         ]
         lines = []
         for worker, (answer, places) in enumerate(zip(found, replica.places, strict=True)):
-            *_, microseconds = answer.tolist()
+            sums, microseconds = answer[:-1], int(answer[-1])
             self._engine_audit_seconds = max(self._engine_audit_seconds, microseconds / 1e6)
-            sums = answer[:-1]
             lines += [
                 f"engine {replica.index} worker {worker}: {line}"
                 for line in replica.ledger.differences(expected, sums, places)

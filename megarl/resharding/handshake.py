@@ -24,6 +24,7 @@ class Hello(msgspec.Struct):
     layout: str  # digest
     node: str  # host name
     device: str  # `identity` of resharding/transport.py
+    error: str = ""  # why this worker cannot take part
 
 
 class Round(msgspec.Struct, array_like=True):

@@ -136,7 +136,7 @@ def trace(
     try:
         with mode:
             load_weights(feed())
-    except (NotImplementedError, RuntimeError) as error:
+    except (NotImplementedError, RuntimeError, AttributeError) as error:
         raise ValueError(
             f"the engine's loader of {mode.feeding[0]} reads its values ({type(error).__name__}: {error}), so it "
             "cannot be planned; set sync.mode=gathered"

@@ -68,19 +68,23 @@ def register() -> None:
             parallel = self.parallel_config
             worker = parallel.data_parallel_rank * parallel.world_size + parallel.rank
             self.store = transport.visit(init_info.host, init_info.port)
-            self.layout = EngineLayout()
+            self.layout, error = EngineLayout(), ""
             if self.mode == "planned":
-                with vllm_reload.on_device(self.device):
-                    self.layout = vllm_reload.traced_layout(self.model, self.metas)
-            self.program = self._agree(init_info.replica, worker)
+                try:
+                    with vllm_reload.on_device(self.device):
+                        self.layout = vllm_reload.traced_layout(self.model, self.metas)
+                except Exception as failure:  # the trainer hears of it from here: vLLM asks its workers in turn
+                    error = f"{type(failure).__name__}: {failure}"
+            self.program = self._agree(init_info.replica, worker, error)
             self._connect(init_info.replica, worker)
 
-        def _agree(self, replica: int, worker: int) -> handshake.Program:
+        def _agree(self, replica: int, worker: int, error: str) -> handshake.Program:
             """Say what this worker holds; learn what comes."""
             digest = handshake.digest_of(self.layout)
             if self.store.add(f"claim/{digest}", 1) == 1:  # the first of its kind: the layout travels once
                 self.store.set(f"layout/{digest}", msgspec.json.encode(self.layout))
-            hello = handshake.Hello(vllm_version, digest, socket.gethostname(), transport.identity(self.device))
+            device = transport.identity(self.device)
+            hello = handshake.Hello(vllm_version, digest, socket.gethostname(), device, error)
             self.store.set(f"hello/{replica}/{worker}", msgspec.json.encode(hello))
             program = msgspec.json.decode(self.store.get(f"program/{replica}/{worker}"), type=handshake.Program)
             if program.error:
