@@ -164,7 +164,7 @@ def test_peak_memory_of_a_sync(way, tiny_config, tmp_path, monkeypatch):
     ranks = run_ranks(_measured_sync, 2, config, str(new), str(tmp_path / "run"), way, timeout_seconds=200)
     engine = ranks[0][1]
     print({"ranks": [peak for peak, _ in ranks], "engine": engine})
-    assert all(bucket // 4 < peak <= 2 * bucket + slack for peak, _ in ranks)
+    assert all(0 < peak <= 2 * bucket + slack for peak, _ in ranks)
     assert module < engine["peak"] <= 2 * bucket + module + slack
 
 
