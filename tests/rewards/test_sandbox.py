@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -159,13 +160,15 @@ def contained(name, program, expected, places, namespaces):
     for key, value in places.items():
         source = source.replace("{" + key + "}", str(value))
     source = source.replace("{{", "{").replace("}}", "}")
+    # On a busy machine a program may need longer to meet another limit than the clock's.
+    limits = LIMITS if "timeout" in expected else replace(LIMITS, wall_seconds=15)
     started = time.monotonic()
-    outcome = run(source, namespaces)
+    outcome = run(source, namespaces, limits=limits)
     assert outcome.status in expected, outcome
     assert outcome.status in STATUSES and (outcome.status == "ok" or outcome.detail)
     assert "ESCAPED" not in outcome.stdout and SECRET not in outcome.stdout + outcome.stderr
     assert len(outcome.stdout) + len(outcome.stderr) <= 2 * (LIMITS.output_kib << 10)
-    assert time.monotonic() - started < LIMITS.wall_seconds + 3
+    assert time.monotonic() - started < limits.wall_seconds + 3
 
 
 @pytest.mark.parametrize("namespaces", MODES)
