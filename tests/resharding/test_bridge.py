@@ -58,7 +58,8 @@ def _sync_all(config, run_dir: str, names: list[str], news: list[str], expected:
         for number, (name, new, want) in enumerate(zip(names, news, expected, strict=True)):
             model, layout = sharded(new, ParallelSizes(world, **LAYOUTS[name]))
             for mode in ("planned", "gathered") if number == 0 else ("planned",):
-                bridge = Bridge(model, layout, SyncConfig(mode=mode, bucket_size_mib=1, **sync), driver)
+                ways = sync if mode == "planned" else {}
+                bridge = Bridge(model, layout, SyncConfig(mode=mode, bucket_size_mib=1, **ways), driver)
                 bridge.connect()
                 metrics = bridge.sync(version=number + 1)
                 if layout.is_first:
