@@ -2,8 +2,8 @@
 
 import pytest
 
-from megarl.errors import MegarlError
 from megarl import versions
+from megarl.errors import MegarlError
 
 
 def test_the_installed_releases_are_supported():
