@@ -91,6 +91,7 @@ class Bridge:
         self.replicas: list[_Replica] = []
         self.last_good_version: int | None = None
         self._syncs = 0
+        self._own_audit_seconds = self._engine_audit_seconds = 0.0  # of the last audit
         self._store = transport.host(config.port) if driver.num_engines else None
 
     def connect(self) -> None:
@@ -455,22 +456,20 @@ class Bridge:
         """Round by round: the next buffers are packed while the last ones are on their way."""
         if replica.link is None:
             return True
-        underway, base = None, self.layout.world_size - len(replica.senders)
-        try:
-            for sends in replica.plan.sends(self.layout.rank):
-                outgoing = []
-                for destination, transfers in sends.items():
-                    buffer = torch.empty(transport.nbytes(transfers), dtype=torch.uint8, device=device.current())
-                    transport.pack(transfers, self.model.tensors, replica.metas, buffer)
-                    outgoing.append((destination - base, buffer.to(replica.link.device)))
-                if underway is not None:
-                    underway()
-                underway = replica.link.exchange(sends=outgoing) if outgoing else None
-            if underway is not None:
+        base = self.layout.world_size - len(replica.senders)
+        underway = lambda: None  # noqa: E731
+        for sends in [*replica.plan.sends(self.layout.rank), {}]:
+            outgoing = []
+            for destination, transfers in sends.items():
+                buffer = torch.empty(transport.nbytes(transfers), dtype=torch.uint8, device=device.current())
+                transport.pack(transfers, self.model.tensors, replica.metas, buffer)
+                outgoing.append((destination - base, buffer.to(replica.link.device)))
+            try:
                 underway()
-        except RuntimeError:  # gloo's and NCCL's word for a dead peer
-            replica.link.abort()
-            return False
+                underway = replica.link.exchange(sends=outgoing) if outgoing else lambda: None
+            except RuntimeError:  # gloo's and NCCL's word for a dead peer; what packing raises is this rank's own
+                replica.link.abort()
+                return False
         return True
 
     def _send_through_doors(self, replica: _Replica) -> bool:

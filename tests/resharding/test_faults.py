@@ -51,7 +51,7 @@ class _Sender:
             out.zero_()
             return
         if self.fault == "interrupted" and self.buffers == 3:
-            raise RuntimeError("asked to fail")
+            transport.Link.exchange = _lost
         if self.fault == "stale PP stage" and torch.distributed.get_rank() == 1:
             tensors = self.old
         pack(transfers, tensors, metas, out)
@@ -70,7 +70,13 @@ class _Sender:
             out[-64:] = 0
 
 
-pack = transport.pack
+def _lost(self, sends=(), receives=()):
+    """The connection breaks, once."""
+    transport.Link.exchange = exchange
+    raise RuntimeError("asked to fail")
+
+
+pack, exchange = transport.pack, transport.Link.exchange
 
 IN_TRAINER = {
     "dropped bucket": "differ between trainer and engine",
