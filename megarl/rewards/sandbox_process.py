@@ -276,10 +276,10 @@ def _build_root(job: dict) -> str:
     os.mkdir(f"{root}/proc")
     with contextlib.suppress(SetupFailed):  # containers often forbid it; few programs miss it
         _mount("proc", f"{root}/proc", "proc", _NOSUID | _NODEV)
-    os.mkdir(f"{root}/work")
-    _mount("tmpfs", f"{root}/work", "tmpfs", _NOSUID | _NODEV, f"size={limits['disk_mib']}m,nr_inodes=1k,mode=777")
-    os.symlink("/work", f"{root}/tmp")
-    _write(f"{root}/work/main.py", job["source"])
+    os.mkdir(f"{root}/box")
+    _mount("tmpfs", f"{root}/box", "tmpfs", _NOSUID | _NODEV, f"size={limits['disk_mib']}m,nr_inodes=1k,mode=777")
+    os.symlink("/box", f"{root}/tmp")
+    _write(f"{root}/box/main.py", job["source"])
     # No namespaces inside: in a new one the program would have every capability again.
     for base in (f"{root}/proc", "/proc"):
         with contextlib.suppress(OSError):
@@ -293,7 +293,7 @@ def _build_root(job: dict) -> str:
     _checked(_LIBC.umount2(b"/old", _MNT_DETACH), "umount")
     os.rmdir("/old")
     _mount(None, "/", None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
-    return "/work"
+    return "/box"
 
 
 def _show(path: str, root: str) -> None:
