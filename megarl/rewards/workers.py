@@ -175,7 +175,7 @@ class RewardWorkers:
             raise self._refusal(reply, self._who(function, sample, 0))
         if isinstance(reply, Raised):
             print(reply.traceback, file=sys.stderr, flush=True)
-            return _Failure("errors", f"raised {reply.message}", f"\n{reply.traceback}")
+            return _Failure("errors", f"raised {reply.message}", f"\n{reply.traceback.rstrip()}")
         assert isinstance(reply, Scored), reply
         return reply
 
