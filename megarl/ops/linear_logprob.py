@@ -35,7 +35,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megarl.ops import logprob_kl
+from megarl.ops import dispatch, logprob_kl
 from megarl.ops.logprob import (
     _all_gather,
     _dense,
@@ -305,8 +305,8 @@ def _(out, grad_logits, hidden):
 
 @add_weight_gradient.register_kernel("cuda")
 def _(out, grad_logits, hidden):
-    if out.dtype == grad_logits.dtype:
-        torch.addmm(out, grad_logits.t(), hidden, out=out)
+    if out.dtype == grad_logits.dtype or dispatch.is_refused():
+        reference_add_weight_gradient(out, grad_logits, hidden)
     else:  # cuBLAS multiplies bf16 and adds in fp32
         torch.addmm(out, grad_logits.t(), hidden, out_dtype=out.dtype, out=out)
 

@@ -29,14 +29,12 @@ Every call with a group sends 16 N bytes per rank in one message (also greedy_ma
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 import math
-from functools import cache
-from types import ModuleType
 
 import torch
 import torch.distributed as dist
+
+from megarl.ops.dispatch import dispatched
 
 # 256 Ki fp32 elements are 1 MiB: a chunk and its exponentials stay in a core's cache.
 CHUNK_ELEMENTS = 1 << 18
@@ -215,9 +213,11 @@ def reference_backward_into(
 
 
 local_statistics = torch.library.custom_op(
-    "megarl::logprob_local_statistics", reference_local_statistics, mutates_args=()
+    "megarl::logprob_local_statistics", dispatched("logprob", reference_local_statistics), mutates_args=()
 )
-backward_into = torch.library.custom_op("megarl::logprob_backward_into", reference_backward_into, mutates_args=("out",))
+backward_into = torch.library.custom_op(
+    "megarl::logprob_backward_into", dispatched("logprob", reference_backward_into), mutates_args=("out",)
+)
 
 
 @local_statistics.register_fake
@@ -228,39 +228,6 @@ def _(logits, targets, temperature, soft_cap, first, num_valid):
 @backward_into.register_fake
 def _(out, logits, *arguments):
     return None
-
-
-@cache
-def _kernels() -> ModuleType | None:
-    """The module of csrc/ whose kernels GPU tensors go to: compiled CUDA C++, else Triton; None without either."""
-    from megarl.csrc import logprob_cuda
-
-    log = logging.getLogger(__name__)
-    if logprob_cuda.library() is not None:
-        log.info("log-prob kernels: CUDA C++ (csrc/logprob.cu)")
-        return logprob_cuda
-    remedy = "install megarl with nvcc and without build isolation for csrc/logprob.cu"
-    if importlib.util.find_spec("triton") is None:
-        log.warning("log-prob kernels: torch operations, slow; %s, or install Triton", remedy)
-        return None
-    from megarl.csrc import logprob
-
-    log.warning("log-prob kernels: Triton (csrc/logprob.py); %s", remedy)
-    return logprob
-
-
-@local_statistics.register_kernel("cuda")
-def _(logits, *arguments):
-    if logits.dtype == torch.float64 or _kernels() is None:
-        return reference_local_statistics(logits, *arguments)
-    return _kernels().local_statistics(logits, *arguments)
-
-
-@backward_into.register_kernel("cuda")
-def _(out, logits, *arguments):
-    if logits.dtype == torch.float64 or _kernels() is None:
-        return reference_backward_into(out, logits, *arguments)
-    return _kernels().backward_into(out, logits, *arguments)
 
 
 def check_scales(temperature: float, soft_cap: float | None) -> None:

@@ -21,11 +21,10 @@ the policy does not has an infinite KL; it comes out as 1e30 times its probabili
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 import torch.distributed as dist
 
+from megarl.ops.dispatch import dispatched
 from megarl.ops.logprob import (
     _LN_2,
     _LOWEST_SHIFT,
@@ -185,10 +184,10 @@ def reference_backward_into(
 
 
 local_statistics = torch.library.custom_op(
-    "megarl::logprob_kl_local_statistics", reference_local_statistics, mutates_args=()
+    "megarl::logprob_kl_local_statistics", dispatched("logprob_kl", reference_local_statistics), mutates_args=()
 )
 backward_into = torch.library.custom_op(
-    "megarl::logprob_kl_backward_into", reference_backward_into, mutates_args=("out",)
+    "megarl::logprob_kl_backward_into", dispatched("logprob_kl", reference_backward_into), mutates_args=("out",)
 )
 
 
@@ -200,25 +199,3 @@ def _(logits, ref_logits, targets, *columns):
 @backward_into.register_fake
 def _(out, *arguments):
     return None
-
-
-def _on_kernel(logits: torch.Tensor) -> bool:
-    return logits.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
-
-
-@local_statistics.register_kernel("cuda")
-def _(logits, *arguments):
-    if not _on_kernel(logits):
-        return reference_local_statistics(logits, *arguments)
-    from megarl.csrc import logprob_kl as kernels
-
-    return kernels.local_statistics(logits, *arguments)
-
-
-@backward_into.register_kernel("cuda")
-def _(out, logits, *arguments):
-    if not _on_kernel(logits):
-        return reference_backward_into(out, logits, *arguments)
-    from megarl.csrc import logprob_kl as kernels
-
-    return kernels.backward_into(out, logits, *arguments)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megarl.ops import dispatch
 from megarl.ops import logprob as ops
 from tests.csrc import logprob_cases as cases
 
@@ -73,7 +74,7 @@ def test_the_public_op_reaches_the_kernels(monkeypatch, built):
         monkeypatch.setattr(logprob_cuda, "library", lambda: None)
     elif logprob_cuda.library() is None:
         pytest.skip("csrc/logprob.cu is not compiled")
-    ops._kernels.cache_clear()
+    dispatch._found.cache_clear()
     kernels, calls = logprob_cuda if built else logprob, []
     for name in ("local_statistics", "backward_into"):
         real = getattr(kernels, name)
@@ -81,7 +82,7 @@ def test_the_public_op_reaches_the_kernels(monkeypatch, built):
     logits = torch.randn(3, 17, device="cuda", requires_grad=True)
     logprob, entropy = ops.logprob_and_entropy(logits, torch.tensor([0, 5, 16], device="cuda"))
     (logprob + entropy).sum().backward()
-    ops._kernels.cache_clear()
+    dispatch._found.cache_clear()
     assert calls == ["local_statistics", "backward_into"]
 
 

@@ -1,0 +1,87 @@
+"""Which code an op's inner steps run: the kernels of csrc/ for tensors on a GPU, the torch reference for all others.
+
+CUDA C++ where setup.py has compiled it for this GPU, else Triton, else torch; it is said once, when first asked. fp64
+is always the reference's. The self-test at the start of a run (self_test.py) may send everything to the reference.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, wraps
+from types import ModuleType
+
+import torch
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Path:
+    """One way to compute the ops."""
+
+    name: str  # "CUDA C++", "Triton" or "torch"
+    kernels: dict[str, ModuleType]  # by op, its file's stem; an op that is not here is computed by its reference
+
+
+TORCH = Path("torch", {})
+
+_refused = False
+
+
+def path(device: torch.device, dtype: torch.dtype) -> Path:
+    """The path of tensors of this type on this device."""
+    return TORCH if _refused or dtype == torch.float64 else _found(device.type)
+
+
+def use_reference(reason: str) -> None:
+    """Compute every op by its torch reference from here on, in this process, and say why."""
+    global _refused
+    _refused = True
+    log.warning("log-prob kernels are not used in this process, torch operations are: %s", reason)
+
+
+def is_refused() -> bool:
+    """Has use_reference been called?"""
+    return _refused
+
+
+def dispatched(op: str, reference: Callable) -> Callable:
+    """`reference`, or the function of its name in the kernels of `op` where the first tensor's path has them.
+
+    reference: named reference_<name>; its first argument is a tensor of the logits' type on their device.
+    """
+    name = reference.__name__.removeprefix("reference_")
+
+    @wraps(reference)
+    def chosen(tensor, *arguments):
+        kernels = path(tensor.device, tensor.dtype).kernels.get(op)
+        return (reference if kernels is None else getattr(kernels, name))(tensor, *arguments)
+
+    return chosen
+
+
+@cache
+def _found(device_type: str) -> Path:
+    """The best path that is installed."""
+    if device_type != "cuda":
+        log.info("log-prob kernels: torch operations; there are no kernels for a %s", device_type)
+        return TORCH
+    remedy = "install megarl with nvcc and without build isolation for csrc/logprob.cu"
+    triton = {}
+    if importlib.util.find_spec("triton") is not None:
+        from megarl.csrc import logprob, logprob_kl
+
+        triton = {"logprob": logprob, "logprob_kl": logprob_kl}
+    from megarl.csrc import logprob_cuda
+
+    if logprob_cuda.library() is not None:
+        log.info("log-prob kernels: CUDA C++ (csrc/logprob.cu)")
+        return Path("CUDA C++", triton | {"logprob": logprob_cuda})
+    if triton:
+        log.warning("log-prob kernels: Triton (csrc/logprob.py); %s", remedy)
+        return Path("Triton", triton)
+    log.warning("log-prob kernels: torch operations, slow; %s, or install Triton", remedy)
+    return TORCH

@@ -1,0 +1,68 @@
+"""Which code an op runs: what is installed decides, the self-test may overrule it, and both are said."""
+
+import importlib.util
+import logging
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megarl.csrc import logprob, logprob_cuda, logprob_kl
+from megarl.ops import dispatch
+from megarl.ops.logprob import logprob_and_entropy, reference_local_statistics
+
+GPU = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def afresh(monkeypatch):
+    monkeypatch.setattr(dispatch, "_refused", False)
+    monkeypatch.setattr(dispatch, "_found", cache(dispatch._found.__wrapped__))
+
+
+@pytest.mark.parametrize(
+    ("compiled", "triton", "name", "kernels", "said"),
+    [
+        (True, True, "CUDA C++", {"logprob": logprob_cuda, "logprob_kl": logprob_kl}, "CUDA C++"),
+        (True, False, "CUDA C++", {"logprob": logprob_cuda}, "CUDA C++"),
+        (False, True, "Triton", {"logprob": logprob, "logprob_kl": logprob_kl}, "install megarl with nvcc"),
+        (False, False, "torch", {}, "or install Triton"),
+    ],
+)
+def test_the_best_that_is_installed_is_taken(monkeypatch, caplog, compiled, triton, name, kernels, said):
+    monkeypatch.setattr(logprob_cuda, "library", lambda: object() if compiled else None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: object() if triton else None)
+    caplog.set_level(logging.INFO)
+    for _ in range(2):
+        path = dispatch.path(GPU, torch.bfloat16)
+    assert (path.name, path.kernels) == (name, kernels)
+    assert [said in message for message in caplog.messages] == [True]  # once
+
+
+def test_what_the_reference_computes(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    assert dispatch.path(torch.device("cpu"), torch.float32) is dispatch.TORCH
+    assert "no kernels for a cpu" in caplog.text
+    monkeypatch.setattr(dispatch, "_found", lambda device_type: dispatch.Path("Triton", {"logprob": logprob}))
+    assert dispatch.path(GPU, torch.float64) is dispatch.TORCH
+    assert dispatch.path(GPU, torch.float32).name == "Triton"
+
+
+def test_a_refused_path_is_the_reference_from_then_on(monkeypatch, caplog):
+    calls = []
+
+    def local_statistics(*arguments):
+        calls.append("kernel")
+        return reference_local_statistics(*arguments)
+
+    kernels = SimpleNamespace(local_statistics=local_statistics)
+    monkeypatch.setattr(dispatch, "_found", lambda device_type: dispatch.Path("Triton", {"logprob": kernels}))
+    logits, targets = torch.randn(3, 5), torch.tensor([0, -100, 4])
+    of_kernel = logprob_and_entropy(logits, targets)
+    assert calls == ["kernel"]
+    dispatch.use_reference("a reason")
+    assert "a reason" in caplog.text
+    of_reference = logprob_and_entropy(logits, targets)
+    assert calls == ["kernel"] and all(map(torch.equal, of_kernel, of_reference))
+    assert dispatch.path(GPU, torch.float32) is dispatch.TORCH
