@@ -16,10 +16,15 @@ def text_of(completion: Text) -> str:
     return completion if isinstance(completion, str) else completion[0]["content"]
 
 
-def truths(rule: str, answers: list[Any] | None, ground_truth: list[Any] | None) -> list[str]:
-    """The true answers as texts: the dataset's own column, or else ground_truth. CannotScore where one is missing."""
-    found = answers if answers is not None else ground_truth
-    if found is None or None in found:
+def truths(rule: str, first: list[Any] | None, second: list[Any] | None) -> list[str]:
+    """The true answers as texts: each row's of the first column, or else of the second. CannotScore without either.
+
+    A column that the dataset does not have, or that is empty in some rows, comes as None or with None in it: in a run
+    there always is a `ground_truth`.
+    """
+    columns = [column for column in (first, second) if column is not None]
+    found = [next((one for one in row if one is not None), None) for row in zip(*columns, strict=True)]
+    if not columns or None in found:
         raise CannotScore(f"{rule} needs a true answer in every row: its own column, or ground_truth")
     return [str(one) for one in found]
 

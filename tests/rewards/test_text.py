@@ -13,7 +13,8 @@ def test_text_of_both_forms():
 def test_truths():
     assert truths("rule", [1, "b"], None) == truths("rule", None, [1, "b"]) == ["1", "b"]
     assert truths("rule", ["a"], ["b"]) == ["a"]
-    for answers, ground_truth in [(None, None), (None, ["a", None]), ([None], ["a"])]:
+    assert truths("rule", [None, "a"], ["b", None]) == ["b", "a"]  # data mixed of two files
+    for answers, ground_truth in [(None, None), (None, ["a", None]), ([None], [None])]:
         with pytest.raises(CannotScore, match="rule needs a true answer in every row"):
             truths("rule", answers, ground_truth)
 

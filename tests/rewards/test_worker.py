@@ -73,3 +73,18 @@ def test_kwargs_that_no_argument_takes():
     assert load(Function("exact_match", {"any": 1}, False))  # it takes **columns
     with pytest.raises(ValueError, match="is unknown; known: arithmetic"):
         load(Function("exactmatch", {}, False))
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [("gsm8k", "answer"), ("math_answer", "solution"), ("problem_reward", "answers"), ("correctness_reward", "answer")],
+)
+def test_the_rules_take_their_own_column_or_the_ground_truth(name, own):
+    """Of a run there always is a ground truth, though the dataset may have none: None then."""
+    rule = Function(name, {}, False)
+    each = EACH | {"completions": ["<answer>\\boxed{#### 5}</answer>\n#### 5", "#### 6"]}
+    found = [
+        answer(load(rule), rule, each, shared | {"data_source": ""})
+        for shared in ({own: "5", "ground_truth": None}, {own: None, "ground_truth": "5"}, {"ground_truth": "5"})
+    ]
+    assert isinstance(found[0], Scored) and found[0] == found[1] == found[2]
