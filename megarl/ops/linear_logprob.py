@@ -45,13 +45,11 @@ from megarl.ops.logprob import (
     merge_statistics,
     own_columns,
 )
+from megarl.ops.logprob_kl import Reference
 
 # (log-prob [n] fp32, entropy [n] fp32, their places among the N tokens [n] int64, and with a reference the KL [n] fp32)
 # -> weighted losses [n]
 TokenLoss = Callable[..., torch.Tensor]
-
-# (hidden states [N, K], output weight [V_local, K]) of the reference model
-Reference = tuple[torch.Tensor, torch.Tensor]
 
 # Of one chunk of logits. The GPU's is larger because every chunk reads and writes dweight once: at 3,500 tokens that
 # is the time of a quarter of the chunk's product.
@@ -326,21 +324,11 @@ def _head(
             f"targets {tuple(targets.shape)} {targets.dtype} must be [{num_tokens}] int64: one for each hidden state "
             "of every rank"
         )
-    ref_hidden, ref_weight = reference or (None, None)
-    if reference is not None and (
-        ref_hidden.shape != (num_tokens, ref_weight.shape[-1])
-        or ref_weight.shape[:-1] != weight.shape[:1]
-        or ref_hidden.dtype != ref_weight.dtype
-    ):
-        raise ValueError(
-            f"reference: hidden states {tuple(ref_hidden.shape)} {ref_hidden.dtype} and weight "
-            f"{tuple(ref_weight.shape)} {ref_weight.dtype} must be [{num_tokens}, K] and [{weight.shape[0]}, K] of "
-            "one type"
-        )
+    if reference is not None:
+        logprob_kl.check_reference(reference, num_tokens, len(weight))
     check_scales(temperature, soft_cap)
     if chunk_tokens is None:
-        row_bytes = weight.shape[0] * (weight.element_size() + (0 if reference is None else ref_weight.element_size()))
-        chunk_tokens = max(1, CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cuda"]) // row_bytes)
+        chunk_tokens = logprob_kl.chunk_tokens(CHUNK_BYTES, weight, *([] if reference is None else [reference[1]]))
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens {chunk_tokens} must be at least 1")
     first, num_valid = own_columns(weight.shape[0], group, vocab_size)

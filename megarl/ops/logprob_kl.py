@@ -1,4 +1,4 @@
-"""Log-prob, entropy and the exact KL divergence to a reference, both logits given, in one read of each.
+"""Log-prob, entropy and the exact KL divergence to a reference, in one read of the logits and of the reference's.
 
 With x, m, s, t, tau as in ops/logprob.py, w the reference's logits of the same columns (capped alike), q their softmax,
 
@@ -14,6 +14,9 @@ and M, d_r, s as there,
 
 so one all-gather of a packed [7, N] tensor is all that the forward sends, and the backward sends nothing. c is a sum of
 differences, not a difference of sums: two distributions that are nearly the same keep their digits.
+
+The reference's logits are given, or made of its hidden states and weight a chunk of tokens at a time, in the forward
+and again in the backward: a matrix product (2 N V_local K FLOP) for each, and nothing of [N, V_local] is stored.
 
 Bytes per element of [N, V] in bf16: 4 forward, 10 forward and backward. A column that the reference masks (-inf) and
 the policy does not has an infinite KL; it comes out as 1e30 times its probability.
@@ -39,6 +42,12 @@ from megarl.ops.logprob import (
     merge_statistics,
 )
 
+# (hidden states [N, K], output weight [V_local, K]) of the reference model
+Reference = tuple[torch.Tensor, torch.Tensor]
+
+# Of one chunk of the reference's logits.
+CHUNK_BYTES = {"cpu": 160 << 20, "cuda": 256 << 20}
+
 # Of the reference's exponents, which are multiplied by p and must keep their size where a probability need not:
 # finite, so that 0 times it is 0.
 _LOWEST_REF_SHIFT = -1e30
@@ -46,7 +55,7 @@ _LOWEST_REF_SHIFT = -1e30
 
 def logprob_entropy_and_kl(
     logits: torch.Tensor,
-    ref_logits: torch.Tensor,
+    reference: torch.Tensor | Reference,
     targets: torch.Tensor,
     group: dist.ProcessGroup | None = None,
     temperature: float = 1.0,
@@ -56,7 +65,8 @@ def logprob_entropy_and_kl(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-prob of each target, entropy of each distribution and its KL divergence to the reference's, in nats.
 
-    ref_logits: [N, V_local] of any floating type, this rank's columns of the reference; gets no gradient.
+    reference: its logits [N, V_local] of any floating type, this rank's columns; or (ref_hidden [N, K], ref_weight
+        [V_local, K]) of one type, the hidden states the same on every rank. Gets no gradient.
     The other arguments are logprob_and_entropy's; temperature and cap apply to both logits.
 
     Returns (logprob [N], entropy [N], kl [N]), fp32 (fp64 for fp64 logits), bitwise the same on every rank; 0 where a
@@ -64,33 +74,71 @@ def logprob_entropy_and_kl(
     """
     first, num_valid = _check(logits, targets, group, vocab_size)
     check_scales(temperature, soft_cap)
-    if ref_logits.shape != logits.shape or not ref_logits.is_floating_point():
-        raise ValueError(
-            f"ref_logits {tuple(ref_logits.shape)} {ref_logits.dtype} must be {tuple(logits.shape)} of a floating type"
-        )
+    if isinstance(reference, tuple):
+        check_reference(reference, *logits.shape)
+        ref_logits, ref_hidden, ref_weight = None, *(tensor.detach() for tensor in reference)
+    else:
+        if reference.shape != logits.shape or not reference.is_floating_point():
+            raise ValueError(
+                f"the reference's logits {tuple(reference.shape)} {reference.dtype} must be {tuple(logits.shape)} of a "
+                "floating type"
+            )
+        ref_logits, ref_hidden, ref_weight = reference.detach(), None, None
     columns = (float(temperature), soft_cap, first, num_valid)
     return _LogprobEntropyAndKL.apply(
-        logits, ref_logits.detach(), targets.contiguous(), group, columns, inplace_backward
+        logits, ref_logits, ref_hidden, ref_weight, targets.contiguous(), group, columns, inplace_backward
     )
+
+
+def check_reference(reference: Reference, num_tokens: int, width: int) -> None:
+    """ValueError where a reference's hidden states and weight do not make logits [num_tokens, width]."""
+    hidden, weight = reference
+    if hidden.shape != (num_tokens, weight.shape[-1]) or weight.shape[:-1] != (width,) or hidden.dtype != weight.dtype:
+        raise ValueError(
+            f"reference: hidden states {tuple(hidden.shape)} {hidden.dtype} and weight {tuple(weight.shape)} "
+            f"{weight.dtype} must be [{num_tokens}, K] and [{width}, K] of one type"
+        )
 
 
 class _LogprobEntropyAndKL(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, ref_logits, targets, group, columns, inplace_backward):
-        packed = _all_gather(local_statistics(logits, ref_logits, targets, *columns), group)
-        merged, values = merge(packed, targets, columns[0])
-        ctx.save_for_backward(logits, ref_logits, targets, merged)
+    def forward(ctx, logits, ref_logits, ref_hidden, ref_weight, targets, group, columns, inplace_backward):
+        statistics = logits.new_empty((7, len(targets)), dtype=_statistics_dtype(logits.dtype))
+        for rows, of_reference in _chunks_of_reference(ref_logits, ref_hidden, ref_weight):
+            statistics[:, rows] = local_statistics(logits[rows], of_reference, targets[rows], *columns)
+        merged, values = merge(_all_gather(statistics, group), targets, columns[0])
+        ctx.save_for_backward(logits, ref_logits, ref_hidden, ref_weight, targets, merged)
         ctx.columns, ctx.inplace_backward = columns, inplace_backward
         return values
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *upstream):
-        logits, ref_logits, targets, merged = ctx.saved_tensors
-        logits = logits.detach()
+        logits, ref_logits, ref_hidden, ref_weight, targets, merged = ctx.saved_tensors
+        logits, upstream = logits.detach(), torch.stack(upstream)
         out = logits if ctx.inplace_backward else torch.empty_like(logits, memory_format=torch.contiguous_format)
-        backward_into(out, logits, ref_logits, targets, merged, torch.stack(upstream), *ctx.columns)
-        return (out,) + (None,) * 5
+        for rows, of_reference in _chunks_of_reference(ref_logits, ref_hidden, ref_weight):
+            of_rows = (targets[rows], merged[:, rows].contiguous(), upstream[:, rows].contiguous())
+            backward_into(out[rows], logits[rows], of_reference, *of_rows, *ctx.columns)
+        return (out,) + (None,) * 7
+
+
+def _chunks_of_reference(ref_logits, ref_hidden, ref_weight):
+    """(rows, the reference's logits of them): all where they are given, else chunks in a buffer that is used again."""
+    if ref_logits is not None:
+        yield slice(None), ref_logits
+        return
+    size = chunk_tokens(CHUNK_BYTES, ref_weight)
+    buffer = ref_hidden.new_empty((min(size, len(ref_hidden)), len(ref_weight)))
+    for start in range(0, len(ref_hidden), size):
+        hidden = ref_hidden[start : start + size]
+        yield slice(start, start + size), torch.mm(hidden, ref_weight.t(), out=buffer[: len(hidden)])
+
+
+def chunk_tokens(chunk_bytes: dict[str, int], *weights: torch.Tensor) -> int:
+    """How many tokens' logits of these weights [V_local, ...] fit into the bytes for their device; at least one."""
+    row_bytes = sum(len(weight) * weight.element_size() for weight in weights)
+    return max(1, chunk_bytes.get(weights[0].device.type, chunk_bytes["cuda"]) // row_bytes)
 
 
 def merge(

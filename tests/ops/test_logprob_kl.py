@@ -1,4 +1,4 @@
-"""logprob_entropy_and_kl against fp64 definitions, over ranks, and as custom ops."""
+"""logprob_entropy_and_kl against fp64 definitions, its reference given either way, over ranks, and as custom ops."""
 
 import pytest
 import torch
@@ -113,9 +113,94 @@ def test_the_inner_ops_are_well_formed():
         torch.library.opcheck(ops.backward_into, arguments)
 
 
-def test_a_reference_of_another_shape_is_refused():
-    with pytest.raises(ValueError, match=r"ref_logits \(3, 11\) torch.float32 must be \(3, 12\)"):
-        ops.logprob_entropy_and_kl(torch.zeros(3, 12), torch.zeros(3, 11), torch.zeros(3, dtype=torch.int64))
+def of_hidden(dtype=torch.float32, scale=1.0, near=False, vocab=132):
+    """(logits, (ref_hidden, ref_weight), targets, upstream); near: a KL of about 1e-4."""
+    draw = torch.Generator().manual_seed(vocab)
+    hidden, weight, noise = (
+        torch.randn(n, generator=draw, dtype=torch.float64) for n in ((7, 16), (vocab, 16), (7, vocab))
+    )
+    weight *= scale / 4
+    logits = hidden @ weight.T + 0.01 * noise if near else scale * noise
+    targets = torch.randint(0, vocab - 1, (7,), generator=draw)
+    targets[1] = -100
+    upstream = torch.randn(3, 7, generator=draw, dtype=torch.float64)
+    return logits.to(dtype), (hidden.to(dtype), weight.to(dtype)), targets, upstream
+
+
+def logits_of(reference) -> torch.Tensor:
+    """In fp64, of the rounded hidden states and weight."""
+    return reference[0].double() @ reference[1].double().T
+
+
+HIDDEN_CASES = [(1.0, False), (30.0, False), (2.0, True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("scale", "near"), HIDDEN_CASES)
+def test_a_reference_may_be_its_hidden_states_and_weight(monkeypatch, dtype, scale, near):
+    monkeypatch.setitem(ops.CHUNK_BYTES, "cpu", 3 * 132 * dtype.itemsize)  # three tokens
+    logits, reference, targets, upstream = of_hidden(dtype, scale, near)
+    options = {"temperature": 0.7, "vocab_size": 131}
+    found = values_and_gradient(ops.logprob_entropy_and_kl, logits, reference, targets, upstream, **options)
+    exact = values_and_gradient(definition, logits.double(), logits_of(reference), targets, upstream, **options)
+    assert_exact(found, exact, 1e-5 if dtype == torch.float32 else 1e-12)
+    assert not found[3][:, 131:].any() and not found[3][1].any()
+
+
+def assert_exact(found, exact, tolerance: float) -> None:
+    for value, expected in zip(found, exact, strict=True):
+        error = (value.double() - expected).abs().max()
+        assert error <= tolerance * exact[2].max().clamp(min=1), error  # slopes and KL are of one size
+
+
+def test_gradcheck_of_several_chunks(monkeypatch):
+    monkeypatch.setitem(ops.CHUNK_BYTES, "cpu", 2 * 11 * 8)
+    monkeypatch.setattr("megarl.ops.logprob.CHUNK_ELEMENTS", 12)
+    logits, reference, targets, _ = of_hidden(torch.float64, vocab=11)
+    assert torch.autograd.gradcheck(
+        lambda x: ops.logprob_entropy_and_kl(x, reference, targets, None, 1.3, 10), logits.requires_grad_()
+    )
+
+
+def test_chunks_of_the_reference_do_not_show_and_may_be_in_place(monkeypatch):
+    logits, reference, targets, upstream = of_hidden(torch.bfloat16)
+    whole = values_and_gradient(
+        ops.logprob_entropy_and_kl, logits, reference[0] @ reference[1].T, targets, upstream, vocab_size=131
+    )
+    monkeypatch.setitem(ops.CHUNK_BYTES, "cpu", 2 * 132 * 2)
+    produced = (x := logits.clone().requires_grad_()) * 1.0
+    values = ops.logprob_entropy_and_kl(produced, reference, targets, vocab_size=131, inplace_backward=True)
+    sum((weight * value).sum() for weight, value in zip(upstream.float(), values)).backward()
+    for found, expected in zip((*values, x.grad), whole, strict=True):
+        torch.testing.assert_close(
+            found.detach(), expected, atol=1e-2, rtol=1e-2
+        )  # products of other shapes round otherwise
+    assert torch.equal(produced.detach(), x.grad)
+
+
+def test_of_itself_it_is_zero():
+    hidden, weight = torch.randn(4, 8), torch.randn(33, 8)
+    kl = ops.logprob_entropy_and_kl(hidden @ weight.T, (hidden, weight), torch.arange(4))[2]
+    assert kl.abs().max() <= 1e-6
+
+
+def zeros(*shape):
+    return torch.zeros(shape)
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        (zeros(3, 11), r"logits \(3, 11\) torch.float32 must be \(3, 12\)"),
+        ((zeros(3, 8), zeros(11, 8)), r"must be \[3, K\] and \[12, K\] of one type"),
+        ((zeros(2, 8), zeros(12, 8)), r"hidden states \(2, 8\)"),
+        ((zeros(3, 7), zeros(12, 8)), r"weight \(12, 8\)"),
+        ((zeros(3, 8), zeros(12, 8).half()), "float16 must be"),
+    ],
+)
+def test_a_reference_that_does_not_fit_is_refused(reference, message):
+    with pytest.raises(ValueError, match=message):
+        ops.logprob_entropy_and_kl(torch.zeros(3, 12), reference, torch.zeros(3, dtype=torch.int64))
 
 
 VOCAB_SIZES = (20, 13, 9)  # of 20 columns: the last two leave one and two of four ranks with padding alone
@@ -141,8 +226,41 @@ def _on_shards():
     return results
 
 
-def test_shards_equal_one_rank():
-    found = run_ranks(_on_shards, 4)
+def _of_hidden_on_shards():
+    """[values and gradient] of this rank's columns, by case."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    results = []
+    for scale, near in HIDDEN_CASES:
+        logits, (ref_hidden, ref_weight), targets, upstream = of_hidden(torch.float32, scale, near)
+        own = logits.chunk(ranks, dim=1)[rank], (ref_hidden, ref_weight.chunk(ranks)[rank])
+        options = {"group": dist.group.WORLD, "temperature": 0.7, "vocab_size": 131}
+        results.append(values_and_gradient(ops.logprob_entropy_and_kl, *own, targets, upstream, **options))
+    return results
+
+
+def _everything_on_shards():
+    return _on_shards(), _of_hidden_on_shards()
+
+
+@pytest.fixture(scope="module")
+def sharded():
+    return list(zip(*run_ranks(_everything_on_shards, 4), strict=True))
+
+
+def test_shards_of_hidden_states_are_the_definition_s(sharded):
+    found = sharded[1]
+    for case_index, (scale, near) in enumerate(HIDDEN_CASES):
+        logits, reference, targets, upstream = of_hidden(torch.float32, scale, near)
+        inputs = (logits.double(), logits_of(reference), targets, upstream)
+        exact = values_and_gradient(definition, *inputs, temperature=0.7, vocab_size=131)
+        *values, _ = found[0][case_index]
+        assert_exact((*values, torch.cat([of_rank[case_index][3] for of_rank in found], dim=1)), exact, 1e-5)
+        for of_rank in found:
+            assert all(map(torch.equal, of_rank[case_index][:3], values))
+
+
+def test_shards_equal_one_rank(sharded):
+    found = sharded[0]
     for vocab_size in VOCAB_SIZES:
         *whole, grad = values_and_gradient(
             ops.logprob_entropy_and_kl, *case(20, vocab_size=vocab_size), temperature=0.7, vocab_size=vocab_size
