@@ -16,6 +16,7 @@ from rich.text import Text
 from megarl.errors import MegarlError
 
 METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
 LOG_FILE_WIDTH = 120  # columns of tables where the output is no terminal
 # (label, metric, format) in the order shown; of two metrics with one label the first that the step has is shown
 SHOWN = (
@@ -30,12 +31,14 @@ SHOWN = (
 
 
 class JsonlLogger:
-    """One JSON object a line in metrics.jsonl, written through at once: a run that dies leaves every step it made.
+    """One JSON object a line in metrics.jsonl, written through at once: a run that dies leaves every step it made. Rows
+    of tables stand in samples.jsonl.
 
     A value that is not finite becomes null, for JSON has no NaN, and its key is listed under "not_finite".
     """
 
     def __init__(self, run_dir: Path):
+        self._run_dir = run_dir
         self._file = open(run_dir / METRICS_FILE, "a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -45,6 +48,10 @@ class JsonlLogger:
             line["not_finite"] = not_finite
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
+
+    def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        with open(self._run_dir / SAMPLES_FILE, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps({"step": step} | row) + "\n" for row in rows)
 
     def close(self) -> None:
         self._file.close()
@@ -63,6 +70,11 @@ class TensorboardLogger:
         for name, value in metrics.items():
             self._writer.add_scalar(name, float(value), step)
 
+    def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+        cells = [[str(cell).replace("|", "\\|") for cell in line] for line in lines]
+        self._writer.add_text("samples", "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
+
     def close(self) -> None:
         self._writer.close()
 
@@ -74,6 +86,7 @@ class WandbLogger:
         _require("wandb")
         import wandb
 
+        self._table = wandb.Table
         self._run = wandb.init(
             project=project,
             name=experiment,
@@ -86,6 +99,10 @@ class WandbLogger:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         # Training and held-out numbers of one step come in two calls; wandb merges them as long as the step stays.
         self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
+
+    def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        table = self._table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self._run.log({"samples": table}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -123,6 +140,11 @@ class Loggers:
         """Record `metrics` of `step` everywhere. Steps must not decrease; one step may be logged in several parts."""
         for logger in self._loggers:
             logger.log(step, metrics)
+
+    def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Record the rows of a table, at least one, all with the same keys, everywhere; in files under "samples"."""
+        for logger in self._loggers:
+            logger.table(step, rows)
 
     def close(self) -> None:
         for logger in self._loggers:

@@ -49,7 +49,9 @@ def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:
         reward/<function>/timeouts, crashes, errors, invalid: completions on which the function failed, how many.
         rollout/score_std_in_group: standard deviation over a prompt's completions (population), mean over prompts.
         rollout/zero_variance_groups: share of prompts whose completions all scored the same; they teach GRPO nothing.
-        rollout/finished_share: share of completions that ended by themselves rather than at the length limit.
+        rollout/finished_share: share of completions that ended by themselves rather than at the length limit; TRL's
+            name for it is val/contain_eos_token, which is there too.
+        val/num_eos_tokens: how many end-of-sequence (or stop) tokens there are: at most one a completion.
         rollout/completions, rollout/tokens: how many completions, and completion tokens in all.
         response_length/mean, /min, /max and prompt_length/mean: in tokens.
 
@@ -65,6 +67,7 @@ def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:
         f"reward/{name}": np.concatenate([r.rewards[name] for r in rollouts if name in r.rewards]).mean()
         for name in reward_names
     }
+    finished = np.array([completion.finish_reason == "stop" for completion in completions])
     events = Counter()
     for rollout in rollouts:
         events.update(rollout.events)
@@ -74,7 +77,9 @@ def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:
         **{f"reward/{name}": count for name, count in events.items()},
         "rollout/score_std_in_group": np.mean([r.scores.std() for r in rollouts]),
         "rollout/zero_variance_groups": np.mean([np.ptp(r.scores) == 0 for r in rollouts]),
-        "rollout/finished_share": np.mean([c.finish_reason == "stop" for c in completions]),
+        "rollout/finished_share": finished.mean(),
+        "val/contain_eos_token": finished.mean(),
+        "val/num_eos_tokens": finished.sum(),
         "rollout/completions": len(completions),
         "rollout/tokens": lengths.sum(),
         "response_length/mean": lengths.mean(),

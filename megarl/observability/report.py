@@ -16,6 +16,7 @@ from megarl.observability.tables import sample_table
 from megarl.types import Rollout
 
 SAMPLE_ROWS = 6
+RATIOS = (0.1, 2.0)  # a mean policy ratio outside of them says that the updates of a step go too far
 OWN_FILES = ("metrics.jsonl", "config.yaml", "summary.json", "reward.png", "loss.png", "samples.jsonl")
 
 
@@ -35,6 +36,7 @@ class Reporter:
         self.summary: dict = {"seed": config.trainer.seed}
         self.seconds: list[dict[str, float]] = []
         self.parity: list[float] = []
+        self.rlhf_rewards: list[float] = []
         self.model_state_mib: dict[str, float] = {}  # rank 0's weights, gradients, ...; filled by who measures them
         self.completions = 0
 
@@ -88,11 +90,15 @@ class Reporter:
         self.summary.setdefault("train_reward_first", found["objective/scores"])
         self.summary["train_reward_last"] = found["objective/scores"]
         self.parity.append(found["parity/max_abs_logprob"])
+        self.rlhf_rewards.append(found["objective/rlhf_reward"])
+        if alarm := ratio_alarm(found):
+            self.note(f"step {step}: {alarm}")
         every = self.config.trainer.sample_table_freq
         if every and step % every == 0:
-            rows = sample_table(rollouts, SAMPLE_ROWS, self.bar.console, title=f"step {step}: sample completions")
-            with open(self.run_dir / "samples.jsonl", "a") as file:
-                file.writelines(json.dumps({"step": step} | row) + "\n" for row in rows)
+            heat = self.config.rollout.temperature
+            title = f"step {step}: sample completions, at temperature {heat:g}"
+            rows = sample_table(rollouts, SAMPLE_ROWS, self.bar.console, title)
+            self.loggers.table(step, [row | {"temperature": heat} for row in rows])
 
     def sft_step(self, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None:
         """One finished step of supervised training."""
@@ -128,6 +134,10 @@ class Reporter:
             self.summary["seconds_per_step"] = {name: round(value, 4) for name, value in means.items()}
         if self.parity:
             self.summary["parity_max_abs_logprob"] = float(np.max(self.parity))  # unlike max(), keeps a NaN
+        if self.rlhf_rewards:
+            first, last = first_and_last(self.rlhf_rewards)
+            self.summary |= {"rlhf_reward_first": first, "rlhf_reward_last": last}
+            self.bar.note(f"objective/rlhf_reward {'rose' if last > first else 'did not rise'}: {first:.3f} -> {last:.3f}")
         self.summary["seconds_in_all"] = round(time.monotonic() - self.started, 1)
         self.summary["completions"] = self.completions
         self.summary["peak_rss_mib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
@@ -139,3 +149,23 @@ class Reporter:
         if "jsonl" in self.config.trainer.logger:
             left += ["metrics.jsonl", plot_run(self.run_dir).name]
         self.bar.note(f"results in {self.run_dir}: {', '.join(left)}")
+
+
+def ratio_alarm(metrics: dict[str, float]) -> str | None:
+    """What to tell of a step whose mean policy ratio lies outside RATIOS; None where there is nothing to tell.
+
+    A ratio of exactly 0 is that of a step which learnt from no token: an exponential is never 0.
+    """
+    ratio, (low, high) = metrics.get("val/ratio", 1.0), RATIOS
+    if ratio == 0.0 or low <= ratio <= high:
+        return None
+    return (
+        f"warning: val/ratio is {ratio:.3g}, not within {low:g} and {high:g}: the policy has moved far from the one that "
+        "sampled; lower actor.optim.lr or actor.ppo_epochs, or make fewer mini-batches (actor.ppo_mini_batch_size)"
+    )
+
+
+def first_and_last(values: list[float]) -> tuple[float, float]:
+    """Means over the first and the last tenth of a run's steps, at least one each: single steps are noisy."""
+    tenth = max(1, len(values) // 10)
+    return float(np.mean(values[:tenth])), float(np.mean(values[-tenth:]))

@@ -59,11 +59,30 @@ def test_tensorboard_events_hold_the_scalars(tmp_path):
     assert [(event.step, event.value) for event in events] == [(1, 0.25), (2, 0.5)]
 
 
+def test_tables_go_to_every_logger(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logs = Loggers(["jsonl", "tensorboard"], tmp_path, {}, "project")
+    logs.table(3, [{"prompt": "1+1=", "score": 0.5}, {"prompt": "a|b", "score": 1.0}])
+    logs.close()
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert rows == [{"step": 3, "prompt": "1+1=", "score": 0.5}, {"step": 3, "prompt": "a|b", "score": 1.0}]
+    (event,) = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tensors("samples/text_summary")
+    text = event.tensor_proto.string_val[0].decode()
+    assert event.step == 3 and text.splitlines() == [
+        "| prompt | score |",
+        "| --- | --- |",
+        "| 1+1= | 0.5 |",
+        "| a\\|b | 1.0 |",
+    ]
+
+
 def test_wandb_without_a_key_runs_offline(tmp_path, monkeypatch):
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
     logs = Loggers(["wandb"], tmp_path, {"trainer": {"seed": 3}}, "project")
+    logs.table(1, [{"prompt": "1+1=", "score": 0.5}])
     logs.log(1, {"objective/scores": 0.5})
     logs.close()
     runs = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))

@@ -44,6 +44,8 @@ def test_rollout_metrics_by_hand():
         "rollout/score_std_in_group": 0.25,
         "rollout/zero_variance_groups": 0.5,
         "rollout/finished_share": 0.75,
+        "val/contain_eos_token": 0.75,
+        "val/num_eos_tokens": 3.0,
         "rollout/completions": 4.0,
         "rollout/tokens": 20.0,
         "response_length/mean": 5.0,
