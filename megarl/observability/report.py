@@ -137,7 +137,8 @@ class Reporter:
         if self.rlhf_rewards:
             first, last = first_and_last(self.rlhf_rewards)
             self.summary |= {"rlhf_reward_first": first, "rlhf_reward_last": last}
-            self.bar.note(f"objective/rlhf_reward {'rose' if last > first else 'did not rise'}: {first:.3f} -> {last:.3f}")
+            course = "rose" if last > first else "did not rise"
+            self.bar.note(f"objective/rlhf_reward {course}: {first:.3f} -> {last:.3f}")
         self.summary["seconds_in_all"] = round(time.monotonic() - self.started, 1)
         self.summary["completions"] = self.completions
         self.summary["peak_rss_mib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
@@ -160,8 +161,8 @@ def ratio_alarm(metrics: dict[str, float]) -> str | None:
     if ratio == 0.0 or low <= ratio <= high:
         return None
     return (
-        f"warning: val/ratio is {ratio:.3g}, not within {low:g} and {high:g}: the policy has moved far from the one that "
-        "sampled; lower actor.optim.lr or actor.ppo_epochs, or make fewer mini-batches (actor.ppo_mini_batch_size)"
+        f"warning: val/ratio is {ratio:.3g}, not within {low:g} and {high:g}: the policy has moved far from the one "
+        "before the update; lower actor.optim.lr or actor.ppo_epochs, or raise actor.ppo_mini_batch_size"
     )
 
 
