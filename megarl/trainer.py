@@ -1,5 +1,6 @@
 """The training loop: one step of online reinforcement learning, as a table of contents."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -74,8 +75,8 @@ def train(config: TrainConfig, quiet: bool = False) -> None:
             if due(step, config.trainer.test_freq) or (last and config.trainer.test_freq):
                 validate(step, driver, roles, report, config)
             if due(step, config.trainer.save_freq) and not last:
-                save(roles, run_dir / "checkpoints" / f"step_{step:06d}", report)
-        save(roles, run_dir / "model", report)
+                save(roles, course, run_dir / "checkpoints" / f"step_{step:06d}", report)
+        save(roles, course, run_dir / "model", report)
     layouts.shutdown()
 
 
@@ -109,8 +110,10 @@ def validate(step: int, driver, roles: Roles, report: Reporter, config: TrainCon
         report.heldout(step, heldout_metrics(validated))
 
 
-def save(roles: Roles, folder: Path, report: Reporter) -> None:
-    """The policy as a Hugging Face checkpoint, and beside it the critic."""
+def save(roles: Roles, course: Course, folder: Path, report: Reporter) -> None:
+    """The policy as a Hugging Face checkpoint; beside it the critic, and where the algorithm's course stands."""
     roles.actor.export(folder, report.note)
     if roles.critic is not None:
         roles.critic.export(folder.with_name(f"{folder.name}_critic"), report.note)
+    if report.speaks:
+        folder.with_name(f"{folder.name}_course.json").write_text(json.dumps(course.state()) + "\n")

@@ -40,8 +40,9 @@ class Course:
         settings = self._config.algorithm
         filled = self._algorithm.advantages(batch, settings, sum_over_ranks, self._kl.value)
         metrics = objective.metrics(filled.with_(loss_mask=batch.loss_mask), sum_over_ranks, self._kl.value)
-        if isinstance(settings, policy_loss.PolicyLossConfig):
-            metrics |= importance.metrics(batch, settings.rollout_correction, sum_over_ranks)
+        corrected = isinstance(settings, policy_loss.PolicyLossConfig)
+        correction = settings.rollout_correction if corrected else importance.RolloutCorrectionConfig()
+        metrics |= importance.metrics(batch, correction, sum_over_ranks)
         drawn = step * self._config.data.train_batch_size
         epoch = drawn // self._num_prompts if self._num_prompts else 0
         self._kl.update(metrics.get("objective/kl_per_token", 0.0), batch.num_sequences, epoch)

@@ -136,7 +136,7 @@ def test_metrics_fit_together(run):
         assert m["objective/rlhf_reward"] == pytest.approx(m["objective/scores"] + m["objective/non_score_reward"])
         if not label.startswith("online_dpo"):
             assert m["val/ratio_var"] >= -1e-9 and "val/ratio_spread" not in m
-            assert "rollout_corr/kl" in m
+        assert {"rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/chi2_token"} <= m.keys()
     if "full" in label or label in ("ppo pf", "online_dpo"):
         assert abs(metrics[0]["objective/kl"]) <= 1e-4 < abs(metrics[1]["objective/kl"])
     else:
@@ -203,16 +203,17 @@ def test_a_learned_reward_is_added_with_its_weight(run_dirs, classifier):
     assert learned[0]["policy/grad_norm"] == pytest.approx(rules[0]["policy/grad_norm"], rel=1e-4)
 
 
-def test_draws_and_coefficients_continue_where_they_stood(tiny_config):
+def test_draws_and_coefficients_continue_where_they_stood(tiny_config, run_dirs):
+    """From the state that a run has left, and from that of a course that has gone one step on."""
     from megarl.training.course import Course
 
     algorithm = algorithms.get("ppo")
     config = tiny_config().model_copy(update={"algorithm": algorithm.Config(**RUNS["ppo pf"])})
-    one = Course(algorithm, config, 12)
+    one, other = Course(algorithm, config, 12), Course(algorithm, config, 12)
+    one.restore(json.loads((run_dirs["ppo pf"] / "model_course.json").read_text()))
+    assert one.state()["kl"]["value"] != 0.05  # the run's adaptive controller has moved
     one.chosen(rollouts(4, 1))
-    state = json.loads(json.dumps(one.state()))
-    other = Course(algorithm, config, 12)
-    other.restore(state)
+    other.restore(json.loads(json.dumps(one.state())))
     drawn = [[r.scores.tolist() for r in course.chosen(rollouts(4, 2))] for course in (one, other)]
     assert drawn[0] == drawn[1]
-    assert torch.equal(one._draws.get_state(), other._draws.get_state())
+    assert other.state() == one.state()
