@@ -39,12 +39,20 @@ def sft(config: SFTConfig, quiet: bool = False) -> None:
         heldout = list(load_examples(config.data, tokenizer, "val"))
         for line in train_set.report:
             report.note(line)
-        policy = Policy(config.model, layout, optim=config.optim, optimizer_steps=config.trainer.total_steps)
+        policy = Policy(
+            config.model,
+            layout,
+            optim=config.optim,
+            optimizer_steps=config.trainer.total_steps,
+            fused_linear_loss=config.fused_linear_loss,
+        )
         order = ExampleOrder(train_set, config.trainer.seed)
 
         def learn(batch: Batch) -> dict[str, float]:
             weights = batch.loss_mask / policy.sum_over_dp(batch.loss_mask.sum()).clamp(min=1)
-            return policy.update(batch.with_(token_weights=weights), negative_log_likelihood, max_tokens)
+            return policy.update(
+                batch.with_(token_weights=weights), negative_log_likelihood, max_tokens, per_token=True
+            )
 
         def validate(step: int) -> bool:
             exact = exact_match(policy, heldout, layout, max_tokens)

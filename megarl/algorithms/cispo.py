@@ -26,7 +26,7 @@ class Config(policy_loss.PolicyLossConfig, policy_ratio.ClipConfig, aggregation.
 
 
 def needs(config: Config) -> Needs:
-    return policy_loss.needs(config)
+    return policy_loss.needs(config, per_token_loss=True)
 
 
 def advantages(batch: Batch, config: Config, sum_over_ranks: SumOverRanks = identity, kl_coef: float = 0.0) -> Batch:

@@ -39,6 +39,7 @@ class Needs:
     full_kl_in_reward: bool = False  # Batch.full_kl before advantages()
     full_kl_in_loss: bool = False  # token_loss's full_kl
     greedy_baseline: bool = False  # Batch.baseline_scores: one greedy completion per prompt, scored, not trained on
+    per_token_loss: bool = False  # token_loss of a token depends on no other token's log-prob, entropy or KL
     whole_groups: bool = False  # no group is cut by a rank, a mini-batch or a micro-batch
     resample: bool = False  # rollouts go through pf_ppo.resampled() once they are scored
 

@@ -41,7 +41,7 @@ class Config(
 
 
 def needs(config: Config) -> Needs:
-    return policy_loss.needs(config, critic=True, resample=config.use_pf_ppo)
+    return policy_loss.needs(config, per_token_loss=True, critic=True, resample=config.use_pf_ppo)
 
 
 def advantages(batch: Batch, config: Config, sum_over_ranks: SumOverRanks = identity, kl_coef: float = 0.0) -> Batch:

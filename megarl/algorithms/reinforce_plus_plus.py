@@ -34,7 +34,7 @@ class Config(
 
 
 def needs(config: Config) -> Needs:
-    return policy_loss.needs(config)
+    return policy_loss.needs(config, per_token_loss=True)
 
 
 def advantages(batch: Batch, config: Config, sum_over_ranks: SumOverRanks = identity, kl_coef: float = 0.0) -> Batch:

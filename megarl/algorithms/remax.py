@@ -25,7 +25,7 @@ class Config(policy_loss.PolicyLossConfig, policy_ratio.DualClipConfig, aggregat
 
 
 def needs(config: Config) -> Needs:
-    return policy_loss.needs(config, greedy_baseline=True)
+    return policy_loss.needs(config, per_token_loss=True, greedy_baseline=True)
 
 
 def advantages(batch: Batch, config: Config, sum_over_ranks: SumOverRanks = identity, kl_coef: float = 0.0) -> Batch:

@@ -56,7 +56,7 @@ class Config(policy_loss.PolicyLossConfig, policy_ratio.ClipConfig, reward_shapi
 
 
 def needs(config: Config) -> Needs:
-    return policy_loss.needs(config)
+    return policy_loss.needs(config, per_token_loss=config.token_level_kl)
 
 
 def advantages(batch: Batch, config: Config, sum_over_ranks: SumOverRanks = identity, kl_coef: float = 0.0) -> Batch:

@@ -1,7 +1,7 @@
 """`actor.*` and `ref.*`: the trained policy and the frozen reference."""
 
 from megarl.config.base import Section, key
-from megarl.config.model import ModelConfig, OptimConfig
+from megarl.config.model import FUSED_LINEAR_LOSS, FusedLinearLoss, ModelConfig, OptimConfig
 
 
 class ActorConfig(Section):
@@ -17,6 +17,7 @@ class ActorConfig(Section):
     log_prob_max_token_len_per_gpu: int | None = key(
         None, "Tokens per micro-batch in the log-prob passes. Default: twice ppo_max_token_len_per_gpu.", gt=0
     )
+    fused_linear_loss: FusedLinearLoss = key("auto", FUSED_LINEAR_LOSS)
 
 
 class RefConfig(Section):

@@ -1,10 +1,22 @@
 """`model` and `optim`: shared by the actor, the reference and supervised training."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, model_validator
 
 from megarl.config.base import Section, key
+
+
+def _yaml_on_off(value: Any) -> Any:
+    """YAML reads on and off as true and false."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+FusedLinearLoss = Annotated[Literal["auto", "on", "off"], BeforeValidator(_yaml_on_off)]
+FUSED_LINEAR_LOSS = (
+    "Output layer, log-probs and loss in one op that holds the logits of a chunk of tokens only (on), or all logits at "
+    "once (off). auto: on, unless the self-test at the start of the run fails."
+)
 
 
 class ModelConfig(Section):

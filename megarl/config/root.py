@@ -7,7 +7,7 @@ from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.base import Section, key
 from megarl.config.critic import CriticConfig
 from megarl.config.data import DataConfig, PairDataConfig, SFTDataConfig
-from megarl.config.model import ModelConfig, OptimConfig
+from megarl.config.model import FUSED_LINEAR_LOSS, FusedLinearLoss, ModelConfig, OptimConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.config.reward_model import RewardModelConfig
 from megarl.config.rollout import RewardConfig, RolloutConfig, SyncConfig
@@ -152,6 +152,7 @@ class SFTConfig(Section):
     max_token_len_per_gpu: int = key(
         16384, "Tokens per micro-batch. Changes memory and speed, never the gradient.", gt=0
     )
+    fused_linear_loss: FusedLinearLoss = key("auto", FUSED_LINEAR_LOSS)
     stop_at_exact_match: float | None = key(
         None,
         "Stop when greedy decoding would answer this share of data.val_files exactly. Default: run all steps.",

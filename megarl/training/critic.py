@@ -5,7 +5,7 @@ import torch
 from megarl.algorithms import aggregation, value_loss
 from megarl.config.model import ModelConfig, OptimConfig
 from megarl.parallel.layout import Layout
-from megarl.training.megatron_model import MegatronModel, onto_tokens
+from megarl.training.megatron_model import MegatronModel, onto_tokens, weighted
 from megarl.types import Batch
 
 
@@ -49,7 +49,9 @@ class Critic(MegatronModel):
         weights = aggregation.token_weights(batch, "token-mean", sum_over_ranks=self.sum_over_dp)
 
         def output_loss(values, micro):
-            return value_loss.token_loss(onto_tokens(values[:, 0], micro), micro, self._cliprange_value)
+            values = onto_tokens(values[:, 0], micro)
+            loss, metrics = value_loss.token_loss(values, micro, self._cliprange_value)
+            return weighted(loss, micro), metrics
 
         found = self._gradients(batch.with_(token_weights=self._vf_coef * weights), output_loss, max_tokens)
         return found | {"loss": found["loss"] / self._vf_coef}

@@ -21,7 +21,7 @@ from megarl.training import optimizer as optimizers
 from megarl.training import schedule
 from megarl.types import Batch
 
-# (the head's output, micro-batch) -> (loss [N], metrics by name, each [N])
+# (the head's output, micro-batch) -> (weighted loss, a scalar; metrics by name, each [N])
 OutputLoss = Callable[[torch.Tensor, Batch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
@@ -31,6 +31,11 @@ def onto_tokens(predicted: torch.Tensor, batch: Batch) -> torch.Tensor:
     """
     moved = torch.nn.functional.pad(predicted[:-1], (1, 0))
     return torch.where(batch.loss_mask.bool(), moved, torch.zeros_like(moved))
+
+
+def weighted(loss: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """The scalar that is minimised, of losses [N]."""
+    return (batch.token_weights * loss).sum()
 
 
 class MegatronModel:
@@ -132,7 +137,7 @@ class MegatronModel:
 
         Args:
             batch: this rank's share of the mini-batch with `token_weights` filled, or a placeholder.
-            output_loss: (the head's output, micro-batch) -> (loss [N], metrics by name, each [N]).
+            output_loss: (the head's output, micro-batch) -> (weighted loss, a scalar; metrics by name, each [N]).
             max_tokens: tokens per micro-batch; changes memory and speed only.
             whole_groups: keep the sequences of a group in one micro-batch.
 
@@ -143,9 +148,8 @@ class MegatronModel:
 
         def on_output(output, micro):
             loss, metrics = output_loss(output, micro)
-            weighted = (micro.token_weights * loss).sum()
             sums = {name: (value.detach() * micro.loss_mask).sum() for name, value in metrics.items()}
-            return weighted, sums | {"loss": weighted.detach(), "tokens": micro.loss_mask.sum()}
+            return loss, sums | {"loss": loss.detach(), "tokens": micro.loss_mask.sum()}
 
         _, micro_batches = self._micro_batches(batch, max_tokens, whole_groups)
         self.module.train()

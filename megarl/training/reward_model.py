@@ -12,7 +12,7 @@ from megarl.models import heads, hf_files
 from megarl.parallel.layout import Layout
 from megarl.rewards.templates import reward_model_ids
 from megarl.training.distribute import distribute
-from megarl.training.megatron_model import MegatronModel
+from megarl.training.megatron_model import MegatronModel, weighted
 from megarl.types import Batch, Rollout
 
 PART = "reward_model"  # the name of its scores in Rollout.rewards
@@ -53,8 +53,13 @@ class RewardModel(MegatronModel):
         Raises:
             MegarlError: the gradient is not finite.
         """
+
+        def output_loss(values, micro):
+            loss, metrics = pair_loss(values, micro)
+            return weighted(loss, micro), metrics
+
         weights = batch.loss_mask / batch.num_sequences
-        metrics = self._gradients(batch.with_(token_weights=weights), pair_loss, max_tokens, whole_groups=True)
+        metrics = self._gradients(batch.with_(token_weights=weights), output_loss, max_tokens, whole_groups=True)
         return self._step(metrics)
 
 

@@ -32,15 +32,15 @@ def load_roles(config: TrainConfig, needs: Needs, layout: Layout) -> Roles:
     Raises:
         ValueError: a checkpoint cannot be read or does not fit its role or the layout.
     """
-    model, heat = config.actor.model, config.rollout.temperature
+    model, heat, fused = config.actor.model, config.rollout.temperature, config.actor.fused_linear_loss
 
     def of(path: str | None, **changes):
         return model.model_copy(update={"path": path or model.path, **changes})
 
     reference = critic = reward_model = None
-    actor = Policy(model, layout, heat, config.actor.optim, config.optimizer_steps)
+    actor = Policy(model, layout, heat, config.actor.optim, config.optimizer_steps, fused)
     if needs.reference:
-        reference = Policy(of(config.ref.model_path), layout, heat)
+        reference = Policy(of(config.ref.model_path), layout, heat, fused_linear_loss=fused)
     if needs.critic:
         settings = config.critic
         critic = Critic(

@@ -19,7 +19,9 @@ def _pad_to(tokens: torch.Tensor, multiple: int) -> torch.Tensor:
 
 
 def _output(model: torch.nn.Module, micro: Batch, layout: Layout) -> torch.Tensor:
-    """The head's output [N, ...] of a packed micro-batch; the row is padded where sequence parallelism asks for it."""
+    """The head's output [N, ...] of a packed micro-batch, or of hidden states this rank's; the row is padded where
+    sequence parallelism asks for it.
+    """
     multiple = layout.tp_size if layout.sequence_parallel else 1
     tokens, position_ids = _pad_to(micro.tokens, multiple), _pad_to(micro.position_ids, multiple)
     output = model(
@@ -40,7 +42,8 @@ def run(
         model: DDP-wrapped for training, plain for forward only.
         micro_batches: at least one; all ranks of a model replica pass the same.
         on_output: (the head's output, micro-batch) -> (scalar loss, tensors to keep); the output is logits
-            [N, V_padded / tp], or values [N, 1] fp32 of a value head. The loss is a weighted
+            [N, V_padded / tp], values [N, 1] fp32 of a value head, or hidden states [N, H] (under sequence parallelism
+            this rank's [N_padded / tp, H]) of a model without its output layer. The loss is a weighted
             sum whose weights come from global counts: it is neither divided by the number of micro-batches nor averaged
             over data-parallel ranks (`calculate_per_token_loss` with a token count of 0 does that in Megatron).
         layout: process groups.

@@ -98,7 +98,8 @@ def update_actor(
 
     def update_on(mine: Batch) -> dict[str, float]:
         mine = mine.with_(token_weights=algorithm.weights(mine, settings, actor.sum_over_dp))
-        return actor.update(mine, token_loss, config.actor.ppo_max_token_len_per_gpu, reference, needs.whole_groups)
+        max_tokens = config.actor.ppo_max_token_len_per_gpu
+        return actor.update(mine, token_loss, max_tokens, reference, needs.whole_groups, needs.per_token_loss)
 
     together = config.rollout.n if needs.whole_groups else 1
     epochs, size = config.actor.ppo_epochs, config.actor.ppo_mini_batch_size

@@ -91,6 +91,27 @@ def test_what_is_learnt_does_not_see_the_layout(name, keys):
             assert sum(sums.get(metric, 0.0) for *_, sums in results) == pytest.approx(total, abs=1e-11), metric
 
 
+@pytest.mark.parametrize(("name", "keys"), list(configurations()))
+def test_a_loss_per_token_is_declared_by_those_that_have_one(name, keys):
+    """The fused path takes such a loss chunk by chunk, with nothing of the other tokens."""
+    algorithm = algorithms.get(name)
+    config = algorithm.Config(**keys)
+    batch, current = a_batch()
+    batch = algorithm.advantages(batch, config, kl_coef=config.kl_controller().value)
+
+    def found(chosen):
+        """Losses and slopes of the chosen tokens, when nothing is known of the others."""
+        inputs = [torch.where(chosen, v, 0).requires_grad_() for v in (current, current.sin(), current.exp())]
+        loss, _ = algorithm.token_loss(*inputs[:2], batch, config, inputs[2])
+        slopes = torch.autograd.grad(loss[chosen].sum(), inputs, allow_unused=True)
+        return torch.stack([loss.detach(), *(slope for slope in slopes if slope is not None)])[:, chosen]
+
+    everything = torch.ones(len(current), dtype=torch.bool)
+    even = torch.arange(len(current)) % 2 == 0
+    assert found(even).abs().sum() > 1e-3
+    assert torch.equal(found(even), found(everything)[:, even]) == algorithm.needs(config).per_token_loss
+
+
 @pytest.mark.parametrize("name", algorithms.names())
 def test_what_is_masked_out_cannot_spoil_the_loss(name):
     algorithm = algorithms.get(name)

@@ -13,6 +13,7 @@ from megarl.config.model import ModelConfig, OptimConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.data.batch import from_rollouts, select
 from megarl.models import heads
+from megarl.ops import linear_logprob
 from megarl.parallel import layout as layouts
 from megarl.sft import share_of_pairs
 from megarl.training.critic import Critic
@@ -32,8 +33,12 @@ ACTORS = {
     "seq-mean-token-mean": ("grpo", {"loss_agg_mode": "seq-mean-token-mean", "use_kl_loss": True}),
     "seq-mean-token-sum-norm": ("dr_grpo", {"loss_scale_factor": 7.0}),
     "exact KL": ("grpo", {"use_kl_loss": True, "kl_loss_type": "full", "kl_loss_coef": 0.3}),
+    "sequence ratio": ("gspo", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1}),
+    "completions": ("rloo", {}),
     "pairs": ("online_dpo", {"beta": 0.3}),
 }
+# Tokens of a micro-batch, order of the sequences, fused or not, tokens of a fused chunk.
+ACTOR_WAYS = [(48, False, False, 1000), (400, False, True, 1000), (400, True, True, 5), (48, False, True, 5)]
 PREFERENCES = [(np.arange(5, 5 + n, dtype=np.int32), np.arange(90, 90 + m, dtype=np.int32)) for n, m in
                [(3, 9), (1, 4), (12, 2), (6, 6)]]  # fmt: skip
 LAYOUTS = [(1, 1, False), (2, 2, False), (2, 2, True), (2, 1, False)]
@@ -88,7 +93,8 @@ def _actor(causal, layout) -> dict:
         needs = algorithm.needs(config)
         exact = policy if needs.full_kl_in_loss else None  # itself, with other hidden states, as the reference
         found[label] = []
-        for budget, shuffled in [(BUDGETS[0], False), (BUDGETS[1], False), (BUDGETS[1], True)]:
+        for budget, shuffled, fused, chunk_tokens in ACTOR_WAYS:
+            policy.fused, linear_logprob.CHUNK_BYTES["cpu"] = fused, chunk_tokens * policy.output_weight[:, 0].nbytes
             batch = _batch(layout, shuffled=shuffled)
             logprobs, hidden = policy.logprobs_and_hidden(batch, budget)
             batch = batch.with_(logprobs=0.95 * logprobs, ref_logprobs=0.9 * logprobs, values=0.1 * logprobs)
@@ -99,7 +105,7 @@ def _actor(causal, layout) -> dict:
             def token_loss(logprobs, entropy, micro, full_kl=None, algorithm=algorithm, config=config):
                 return algorithm.token_loss(logprobs, entropy, micro, config, full_kl)
 
-            metrics = policy.gradients(batch, token_loss, budget, exact, needs.whole_groups)
+            metrics = policy.gradients(batch, token_loss, budget, exact, needs.whole_groups, needs.per_token_loss)
             found[label].append((metrics, _whole_gradients(policy)))
     return found
 

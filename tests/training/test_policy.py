@@ -12,6 +12,7 @@ from megarl.algorithms import grpo
 from megarl.config.model import ModelConfig, OptimConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.data.batch import from_rollouts
+from megarl.ops import linear_logprob
 from megarl.parallel import layout as layouts
 from megarl.resharding.gathered import gather
 from megarl.resharding.megatron_layout import ShardedModel
@@ -49,6 +50,10 @@ def make_rollouts(num_groups: int = 4, n: int = 3, seed: int = 0) -> list[Rollou
     return rollouts
 
 
+# How the head is run: fused or not, the loss per token, tokens of a fused chunk.
+WAYS = [(True, True, 1000), (True, True, 7), (True, False, 7), (False, True, 1000)]
+
+
 def token_loss(logprobs, entropy, micro):
     return grpo.token_loss(logprobs, entropy, micro, SETTINGS)
 
@@ -80,12 +85,14 @@ def _gradients_of(folder: str, layout, budgets: list[int]) -> list:
     whole = from_rollouts(make_rollouts())
     batch = distribution.distribute(whole if layout.is_first else None, layout, 12, seed=0, step=1)
     found = []
-    for max_tokens in budgets:
+    for place, max_tokens in enumerate(budgets):
+        policy.fused, per_token, chunk_tokens = WAYS[place % len(WAYS)]
+        linear_logprob.CHUNK_BYTES["cpu"] = chunk_tokens * policy.output_weight[:, 0].nbytes
         logprobs, entropy = policy.logprobs(batch, max_tokens)
         mine = batch.with_(logprobs=logprobs - 0.05 * batch.index[batch.sequence_ids], ref_logprobs=0.9 * logprobs)
         mine = grpo.advantages(mine, SETTINGS, policy.sum_over_dp)
         mine = mine.with_(token_weights=grpo.weights(mine, SETTINGS, policy.sum_over_dp))
-        metrics = policy.gradients(mine, token_loss, max_tokens)
+        metrics = policy.gradients(mine, token_loss, max_tokens, per_token=per_token)
         found.append((metrics, _whole_gradients(policy), batch.index, batch.lengths, logprobs, entropy))
     return found
 
@@ -142,7 +149,7 @@ def checkpoints(tmp_path_factory):
     ("world", "tp", "sequence_parallel"), [(1, 1, False), (2, 2, False), (2, 1, False), (4, 2, True)]
 )
 def test_gradient_is_transformers_in_every_layout_and_budget(checkpoints, world, tp, sequence_parallel):
-    budgets = [MAX_TOKENS, 2 * MAX_TOKENS, 8 * MAX_TOKENS]
+    budgets = [MAX_TOKENS, 2 * MAX_TOKENS, 8 * MAX_TOKENS, 2 * MAX_TOKENS]
     if tp > 1 and not sequence_parallel:  # Megatron trains no experts so
         checkpoints = [folder for folder in checkpoints if "moe" not in folder.name]
     ranks = run_ranks(_gradients, world, [str(c) for c in checkpoints], tp, sequence_parallel, budgets)
