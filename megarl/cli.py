@@ -221,7 +221,9 @@ def judge(
     judge_model: Annotated[str | None, typer.Option(help="The judge's model name there.")] = None,
     judge_key_env: Annotated[str | None, typer.Option(help="Environment variable with the endpoint's key.")] = None,
     against: Annotated[str | None, typer.Option(help="Another model, instead of reference answers.")] = None,
-    reference_column: Annotated[str, typer.Option(help="Column with the reference answers.")] = "ground_truth",
+    reference_column: Annotated[
+        str | None, typer.Option(help="Column with the reference answers. Default: the ground truth.")
+    ] = None,
     num_examples: Annotated[int, typer.Option(help="Held-out prompts to judge.", min=1)] = 1000,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -231,23 +233,28 @@ def judge(
     from megarl.rewards.judge import Endpoint
 
     by_endpoint = judge_url is not None and judge_model is not None
-    if (rule is not None) == by_endpoint:
+    parts_of_an_endpoint = {judge_url, judge_model, judge_key_env} - {None}
+    if by_endpoint == (rule is not None) or (rule is not None and parts_of_an_endpoint):
         raise ValueError("name one judge: --rule, or --judge-url with --judge-model")
+    if against is not None and reference_column is not None:
+        raise ValueError("--against and --reference-column both say what the answers are compared with; keep one")
+    offline = None if rule is None else judging.load_rule(rule)
     config, tell = _engines_only(layers), _to_stderr(quiet)
     endpoint = Endpoint(judge_url, judge_model, judge_key_env) if by_endpoint else None
     with tempfile.TemporaryDirectory(prefix="megarl-judge-") as folder:
         rollouts = judging.answers_of(config, Path(folder, "model"), tell, num_examples)
         if against is None:
-            others = judging.references(rollouts, reference_column)
+            others = judging.references(rollouts, reference_column or "ground_truth")
         else:
             rival = _engines_only([*layers, f"actor.model.path={against}"])
             answers = judging.answers_of(rival, Path(folder, "against"), tell, num_examples)
             others = [rollout.texts[0] for rollout in answers]
-    found = judging.by_rule(rollouts, others, rule) if rule else judging.by_model(rollouts, others, endpoint)
+    found = judging.by_rule(rollouts, others, offline) if offline else judging.by_model(rollouts, others, endpoint)
     print(f"Model win rate: {100 * found.rate:.2f}%")
     print(
         f"95 % interval {100 * found.low:.2f}% .. {100 * found.high:.2f}%; {found.prompts} prompts, {found.ties} ties "
-        f"(half a win each), of which {found.inconsistent} because the judge named the place and not the answer"
+        f"(half a win each), of which {found.inconsistent} because the judge named the place and not the answer, and "
+        f"{found.unclear} because a reply of its named neither"
     )
 
 

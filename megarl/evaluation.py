@@ -119,11 +119,16 @@ def evaluate(
     """Sample `data.val_files` with the model `actor.model.path` and report. Needs engines only, no trainer ranks.
 
     Raises:
-        ValueError: no held-out files, or a bad pattern.
+        ValueError: no held-out files, no reward function to say what is right, or a bad pattern.
         MegarlError: an engine or a reward function failed.
     """
     if not config.data.val_files:
         raise ValueError("there is nothing to evaluate on: set data.val_files")
+    if not config.reward.functions:
+        raise ValueError(
+            "nothing says which answers are right: set reward.functions (the reward model of reward_model.path needs "
+            "trainer ranks, which `megarl evaluate` does not start)"
+        )
     try:
         re.compile(answer or "")
     except re.error as error:

@@ -6,15 +6,13 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 
-from megarl import rewards
 from megarl.config.root import TrainConfig
 from megarl.evaluation import bootstrap
 from megarl.rewards.judge import Endpoint, Judge, text_of_prompt
-from megarl.rewards.worker import takes
+from megarl.rewards.worker import Function, Scored, answer, load
 from megarl.rollout.handle import RolloutDriver
 from megarl.types import Rollout
 
@@ -28,7 +26,22 @@ class WinRate:
     high: float
     ties: int
     inconsistent: int  # the judge named the place, not the answer: counted as ties
+    unclear: int  # a reply of the judge named neither answer nor a tie: counted as a tie
     prompts: int
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A reward function that judges offline; `load_rule` makes one."""
+
+    spec: Function
+    function: Callable[..., list]
+
+
+def load_rule(name: str) -> Rule:
+    """Of a reward function's name, or path/to/file.py:function. Raises ValueError where there is none such."""
+    spec = Function(name, {}, conversational=False)
+    return Rule(spec, load(spec))
 
 
 def answers_of(config: TrainConfig, run_dir: Path, on_progress: Callable[[str], None], examples: int) -> list[Rollout]:
@@ -61,23 +74,32 @@ def references(rollouts: list[Rollout], column: str) -> list[str]:
     return [str(rollout.prompt.columns[column]) for rollout in rollouts]
 
 
-def by_rule(rollouts: list[Rollout], others: list[str], rule: str) -> WinRate:
-    """An offline judge: the answer with the higher score of a reward function wins."""
-    function = rewards.get(SimpleNamespace(name=rule))
+def by_rule(rollouts: list[Rollout], others: list[str], rule: Rule) -> WinRate:
+    """An offline judge: the answer with the higher score of a reward function wins.
+
+    Raises:
+        ValueError: the function needs what the dataset does not have, raises, or returns something else than a finite
+            number for each answer.
+    """
     wins = []
     for rollout, other in zip(rollouts, others, strict=True):
         prompt = rollout.prompt
-        arguments = {
+        each = {
             "completions": [rollout.texts[0], other],
             "prompts": [prompt.messages] * 2,
-            "ground_truth": [prompt.ground_truth] * 2,
-            "data_source": [prompt.data_source] * 2,
             "finish_reason": [rollout.completions[0].finish_reason, "stop"],
-        } | {name: [value] * 2 for name, value in prompt.columns.items()}
-        scores = function(**{name: value for name, value in arguments.items() if takes(function, name)})
-        mine, theirs = (one["score"] if isinstance(one, dict) else one for one in scores)
+        }
+        shared = {"data_source": prompt.data_source, **prompt.columns, "ground_truth": prompt.ground_truth}
+        reply = answer(rule.function, rule.spec, each, shared)
+        if not isinstance(reply, Scored):
+            raise ValueError(f"the rule {rule.spec.name!r}, on prompt {prompt.id}, {reply.message}")
+        if reply.invalid:
+            raise ValueError(
+                f"the rule {rule.spec.name!r}, on prompt {prompt.id}, returned {next(iter(reply.invalid.values()))}"
+            )
+        mine, theirs = reply.columns["score"]
         wins.append(0.5 + 0.5 * ((mine > theirs) - (mine < theirs)))
-    return _win_rate(np.array(wins), inconsistent=0)
+    return _win_rate(np.array(wins))
 
 
 def by_model(rollouts: list[Rollout], others: list[str], endpoint: Endpoint, template: str | None = None) -> WinRate:
@@ -97,9 +119,11 @@ def by_model(rollouts: list[Rollout], others: list[str], endpoint: Endpoint, tem
             )
 
     verdicts = asyncio.run(ask())
-    return _win_rate(np.array([v.first_wins for v in verdicts]), sum(not v.consistent for v in verdicts))
+    unclear = sum(not verdict.understood for verdict in verdicts)
+    inconsistent = sum(verdict.understood and not verdict.consistent for verdict in verdicts)
+    return _win_rate(np.array([verdict.first_wins for verdict in verdicts]), inconsistent, unclear)
 
 
-def _win_rate(wins: np.ndarray, inconsistent: int) -> WinRate:
+def _win_rate(wins: np.ndarray, inconsistent: int = 0, unclear: int = 0) -> WinRate:
     rate, low, high = bootstrap(wins)
-    return WinRate(rate, low, high, int((wins == 0.5).sum()), inconsistent, len(wins))
+    return WinRate(rate, low, high, int((wins == 0.5).sum()), inconsistent, unclear, len(wins))

@@ -370,6 +370,30 @@ def test_evaluate_and_judge(task, nothing_left, tmp_path):
 
 
 def test_judge_needs_one_judge(megarl, task, tmp_path):
-    for words in ((), ("--rule", "arithmetic", "--judge-url", "http://localhost:1/v1", "--judge-model", "m")):
+    wrong = [(), ("--judge-url", "http://localhost:1/v1"), ("--judge-model", "m")]
+    wrong += [("--rule", "arithmetic", *words) for words in (wrong[1], wrong[2], (*wrong[1], *wrong[2]))]
+    for words in (*wrong, ("--rule", "arithmetic", "--judge-key-env", "KEY")):
         status, _, err = megarl("judge", *arguments(task, tmp_path / "run"), *words)
         assert (status, err) == (2, "error: name one judge: --rule, or --judge-url with --judge-model\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("judge", "--rule", "arithmetik"), "reward function 'arithmetik' is unknown; known: arithmetic, "),
+        (
+            ("judge", "--rule", "arithmetic", "--against", "m", "--reference-column", "c"),
+            "--against and --reference-column both say",
+        ),
+        (("judge", "--rule", "arithmetic"), "there is nothing to judge: set data.val_files"),
+        (("evaluate",), "there is nothing to evaluate on: set data.val_files"),
+        (("evaluate", "data.val_files=few.jsonl", "--answer", "("), "--answer '(' is no regular expression"),
+        (
+            ("evaluate", "data.val_files=few.jsonl", "reward.functions=[]", "reward_model.path=m"),
+            "nothing says which answers are right: set reward.functions",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_an_engine_starts(megarl, task, tmp_path, words, message):
+    status, _, err = megarl(words[0], *arguments(task, tmp_path / "run"), *words[1:])
+    assert status == 2 and err.startswith(f"error: {message}"), err
