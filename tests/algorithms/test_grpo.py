@@ -109,10 +109,13 @@ def test_golden_losses_of_verl_with_engine_weights(name, which, mode):
     batch = batch.with_(rollout_logprobs=batch.logprobs - wanted.log())
     correction = {"rollout_is": "token", "rollout_is_threshold": 1e9}
     config = config_for(mode, LOSSES[f"{name}_mask"].shape[1], clip_ratio_high=0.28, rollout_correction=correction)
-    total, gradient, _ = run_loss(grpo, batch, logprobs, config)
+    total, gradient, metrics = run_loss(grpo, batch, logprobs, config)
     np.testing.assert_allclose(total, LOSSES[key], rtol=VERL_RTOL)
     expected = LOSSES[key + "_grad"].ravel()[place.clamp(min=0)] * (place >= 0).numpy()
     np.testing.assert_allclose(gradient, expected, atol=1e-9)
+    clipfrac, _, clipfrac_lower = LOSSES[key + "_metrics"]
+    assert metrics["policy/clipfrac_avg"] == pytest.approx(clipfrac, abs=1e-6)
+    assert metrics["policy/pg_clipfrac_lower"] == pytest.approx(clipfrac_lower, abs=1e-6)
 
 
 @pytest.mark.parametrize(

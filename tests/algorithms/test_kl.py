@@ -54,7 +54,10 @@ def test_an_unknown_estimator_lists_the_known():
 
 @pytest.mark.parametrize(
     ("kind", "peer"),
-    [("k1", "slime_k1"), ("k2", "slime_k2"), ("low_var_kl", "slime_low_var_kl"), ("k2", "openrlhf_k2")],
+    [
+        *((kind, f"{system}_{kind}") for system in ("slime", "openrlhf", "nemo") for kind in ("k1", "k2", "k3")),
+        ("low_var_kl", "slime_low_var_kl"),
+    ],
 )
 def test_golden_vectors_of_others_within_their_clamps(kind, peer):
     """Where neither system clamps."""
