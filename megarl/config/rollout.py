@@ -16,6 +16,10 @@ class ValidationSamplingConfig(Section):
 class RolloutConfig(Section):
     n: int = key(8, "Completions per prompt (the group size of GRPO).", gt=0)
     temperature: float = key(1.0, "Sampling temperature; the trainer's log-probs use the same.", gt=0)
+    top_p: float = key(
+        1.0, "Only 1: completions are drawn from the whole distribution, as the trainer's log-probs are."
+    )
+    top_k: int = key(-1, "Only -1 or 0, which mean all tokens, for the same reason.")
     dynamic_sampling_rounds: int = key(
         0,
         "Rounds in which prompts whose completions all scored the same, which teach nothing to algorithms that compare "
@@ -48,6 +52,16 @@ class RolloutConfig(Section):
         None, "Read every step's rollouts from here (a former record_dir) instead of starting engines."
     )
     val_kwargs: ValidationSamplingConfig = key(ValidationSamplingConfig(), "Sampling on held-out prompts.")
+
+    @field_validator("top_p", "top_k")
+    @classmethod
+    def _the_whole_distribution(cls, value, field):
+        if value not in {"top_p": (1.0,), "top_k": (-1, 0)}[field.field_name]:
+            raise ValueError(
+                "truncated sampling is not offered: the trainer's log-probs are those of the whole distribution, so "
+                "every policy ratio would be wrong; remove this key, and sharpen with rollout.temperature"
+            )
+        return value
 
 
 class RewardFunction(Section):

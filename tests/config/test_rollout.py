@@ -1,8 +1,8 @@
-"""Keys of `reward.*` that do not fit together."""
+"""Keys of `reward.*` and `rollout.*` that do not fit together or that are refused."""
 
 import pytest
 
-from megarl.config.rollout import RewardConfig, RewardFunction
+from megarl.config.rollout import RewardConfig, RewardFunction, RolloutConfig
 
 
 def test_functions_by_name_or_with_settings():
@@ -38,3 +38,11 @@ def test_an_overlong_buffer_longer_than_completions(tiny_config):
     assert tiny_config({"reward": functions | {"overlong_buffer": {"len": 8}}})
     with pytest.raises(ValueError, match="reward.overlong_buffer.len=9 is more than data.max_response_length=8"):
         tiny_config({"reward": functions | {"overlong_buffer": {"len": 9}}})
+
+
+def test_completions_are_drawn_from_the_whole_distribution():
+    """As they are where verl's files say so."""
+    assert RolloutConfig(top_p=1, top_k=-1) == RolloutConfig(top_k=-1) and RolloutConfig(top_k=0)
+    for key, value in [("top_p", 0.9), ("top_k", 50)]:
+        with pytest.raises(ValueError, match=f"{key}\n.*truncated sampling is not offered"):
+            RolloutConfig(**{key: value})
