@@ -122,7 +122,8 @@ def train(layers: Layers, dry_run: DryRun = False, quiet: Quiet = False, debug: 
         _check_output_dir(config)
         _check_models(config)
     if dry_run:
-        _show(config, batch_table(config))
+        needs = algorithms.get(config.algorithm.name).needs(config.algorithm)
+        _show(config, batch_table(config, needs.critic))
         return
 
     def work(config, quiet):

@@ -7,6 +7,7 @@ import torch
 
 from megarl import algorithms
 from megarl.config.root import TrainConfig
+from megarl.config.summary import step_in_words
 from megarl.evaluation import heldout_metrics
 from megarl.observability.metrics import Phases
 from megarl.observability.report import Reporter
@@ -40,6 +41,7 @@ def train(config: TrainConfig, quiet: bool = False) -> None:
     run_dir = Path(config.trainer.output_dir)
     report = Reporter(config, run_dir, speaks=layout.is_first, quiet=quiet)
     with report, start_driver(config, run_dir, on_rank_0=layout.is_first) as driver:
+        report.note(step_in_words(config))
         roles = load_roles(config, needs, layout)
         actor = roles.actor
         bridge = open_bridge(config, layout, actor, driver)

@@ -165,5 +165,6 @@ def convert(spelling: str, value: Any) -> Any:
     """The value in megarl's words: verl's ppo_mini_batch_size counts prompts, and its PPO is named by its estimator."""
     if spelling == "algorithm.adv_estimator" and value == "gae":
         return "ppo"
-    in_prompts = {prefix + "actor.ppo_mini_batch_size" for prefix, _ in PREFIXES}
+    roles = ("actor", "critic")
+    in_prompts = {f"{prefix}{role}.ppo_mini_batch_size" for prefix, _ in PREFIXES for role in roles}
     return InPrompts(value) if spelling in in_prompts else value

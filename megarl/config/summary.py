@@ -1,13 +1,23 @@
-"""The batch-size arithmetic of a configuration, for `megarl train --dry-run`."""
+"""The batch-size arithmetic of a configuration: for `megarl train --dry-run`, and one line of it for every run."""
 
 from __future__ import annotations
 
 from megarl.config.root import TrainConfig
 
 
-def batch_table(config: TrainConfig) -> list[tuple[str, str]]:
+def batch_table(config: TrainConfig, has_critic: bool = False) -> list[tuple[str, str]]:
     """Rows (what, how much) that say what a step is made of and what would be started."""
-    return [*_layout(config), *_step(config), *_tokens(config), *_processes(config)]
+    critic = _critic(config) if has_critic else []
+    return [*_layout(config), *_step(config), *critic, *_tokens(config), *_processes(config)]
+
+
+def step_in_words(config: TrainConfig) -> str:
+    """What a step is made of, in one line: other systems count prompts where megarl counts completions."""
+    return (
+        f"a step: {config.data.train_batch_size:,} prompts x {config.rollout.n} (rollout.n) = "
+        f"{config.completions_per_step:,} completions, in mini-batches of {config.actor.ppo_mini_batch_size:,} "
+        "completions (actor.ppo_mini_batch_size)"
+    )
 
 
 def _layout(config: TrainConfig) -> list[tuple[str, str]]:
@@ -24,7 +34,7 @@ def _step(config: TrainConfig) -> list[tuple[str, str]]:
     completions, mini_batch, steps = (
         config.completions_per_step,
         config.actor.ppo_mini_batch_size,
-        config.trainer.total_steps,
+        config.trainer.total_steps - config.trainer.critic_warmup,
     )
     mini_batches, dp = completions // mini_batch, config.data_parallel_size
     per_rank = f"{mini_batch / dp:g}" if mini_batch % dp == 0 else f"about {mini_batch / dp:.1f}"
@@ -35,7 +45,19 @@ def _step(config: TrainConfig) -> list[tuple[str, str]]:
         ("mini-batch per data-parallel rank", f"{per_rank} completions, balanced by tokens"),
         ("optimizer steps per step", f"{epochs * mini_batches} = {epochs} pass(es) x {mini_batches} mini-batches"),
         ("optimizer steps in total", f"{config.optimizer_steps:,} = {steps:,} steps x {epochs * mini_batches}"),
-        ("completions in total", f"{steps * completions:,}"),
+        ("completions in total", f"{config.trainer.total_steps * completions:,}"),
+    ]
+
+
+def _critic(config: TrainConfig) -> list[tuple[str, str]]:
+    completions, mini_batch, epochs = config.completions_per_step, config.critic_mini_batch_size, config.critic_epochs
+    mini_batches, steps = completions // mini_batch, config.trainer.total_steps
+    return [
+        ("critic's mini-batches per step", f"{mini_batches} of {mini_batch:,} completions, {epochs} pass(es)"),
+        (
+            "critic's optimizer steps in total",
+            f"{config.critic_optimizer_steps:,} = {steps:,} steps x {epochs * mini_batches}",
+        ),
     ]
 
 

@@ -203,6 +203,7 @@ def test_verl_mini_batch_counts_prompts(train):
     config = train("actor_rollout_ref.actor.ppo_mini_batch_size=2", "rollout.n=3")
     assert config.actor.ppo_mini_batch_size == 6
     assert train.notices[-1].endswith("actor.ppo_mini_batch_size counts completions: 2 x 3 (rollout.n) = 6")
+    assert train("actor_rollout_ref.critic.ppo_mini_batch_size=2", "rollout.n=4").critic.ppo_mini_batch_size == 8
     # n of a later layer counts, and so does the default; megarl's own spelling in a later layer counts completions
     assert train(site="actor_rollout_ref.actor.ppo_mini_batch_size: 2").actor.ppo_mini_batch_size == 16
     own = train("actor.ppo_mini_batch_size=2", site="actor_rollout_ref.actor.ppo_mini_batch_size: 2")

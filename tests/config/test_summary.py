@@ -1,5 +1,5 @@
 from megarl.config.root import TrainConfig
-from megarl.config.summary import batch_table
+from megarl.config.summary import batch_table, step_in_words
 
 from .test_load import Toy
 
@@ -46,4 +46,22 @@ def test_batch_arithmetic():
 def test_replay_starts_no_engine():
     assert (
         "no engine: rollouts are read from runs/r" in dict(batch_table(config(replay_dir="runs/r")))["would be started"]
+    )
+
+
+def test_the_actor_waits_for_the_critic():
+    given = config().model_dump() | {"algorithm": Toy(), "critic": {"ppo_epochs": 2, "ppo_mini_batch_size": 128}}
+    warm = TrainConfig.model_validate(given | {"trainer": given["trainer"] | {"critic_warmup": 20}})
+    table = dict(batch_table(warm, has_critic=True))
+    assert table["optimizer steps in total"] == "600 = 100 steps x 6"
+    assert table["completions in total"] == f"{120 * 512:,}"
+    assert table["critic's mini-batches per step"] == "4 of 128 completions, 2 pass(es)"
+    assert table["critic's optimizer steps in total"] == "960 = 120 steps x 8"
+    assert not any("critic" in what for what in dict(batch_table(warm)))
+
+
+def test_a_step_in_words():
+    assert step_in_words(config()) == (
+        "a step: 64 prompts x 8 (rollout.n) = 512 completions, in mini-batches of 256 completions "
+        "(actor.ppo_mini_batch_size)"
     )
