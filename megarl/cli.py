@@ -330,13 +330,32 @@ def main() -> None:
     except (ValueError, MegarlError, OSError) as error:
         if debug:
             raise
-        if not launcher.tell_launcher(error):
-            rank = f"[rank {os.environ['RANK']}] " if launcher.is_rank() else ""
-            print(f"{rank}error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, ValueError) else 1)
+        _end(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
-    except Exception:
+    except Exception as error:
+        if not debug and _is_out_of_memory(error):
+            _end(MegarlError(f"{str(error).splitlines()[0]} {_LESS_MEMORY}"))
         launcher.wait_for_the_cause()
         raise
+
+
+def _end(error: Exception) -> None:
+    if not launcher.tell_launcher(error):
+        rank = f"[rank {os.environ['RANK']}] " if launcher.is_rank() else ""
+        print(f"{rank}error: {error}", file=sys.stderr)
+    sys.exit(2 if isinstance(error, ValueError) else 1)
+
+
+_LESS_MEMORY = (
+    "Smaller micro-batches need less and change no gradient: lower actor.ppo_max_token_len_per_gpu (the update) and "
+    "actor.log_prob_max_token_len_per_gpu (log-probs), in sft and reward-model max_token_len_per_gpu. Or spread each "
+    "model over more ranks (parallel.tensor_model_parallel_size, parallel.sequence_parallel=true), or recompute "
+    "(actor.model.enable_gradient_checkpointing=true)"
+)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Of a GPU, or of the machine. Told by names: the command line starts without torch."""
+    return type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)

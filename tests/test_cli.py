@@ -86,6 +86,30 @@ def refused(megarl, task, tmp_path):
     return run
 
 
+def out_of_memory_on_a_gpu():
+    import torch
+
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation")
+
+
+def out_of_memory_on_a_cpu():
+    import torch
+
+    torch.empty(1 << 60)
+
+
+@pytest.mark.parametrize(
+    ("fail", "message"),
+    [(out_of_memory_on_a_gpu, "CUDA out of memory"), (out_of_memory_on_a_cpu, "can't allocate memory")],
+)
+def test_out_of_memory_names_the_keys_that_need_less(megarl, monkeypatch, fail, message):
+    monkeypatch.setattr(cli, "app", fail)
+    status, out, err = megarl("train")
+    assert (status, out, err.count("\n")) == (1, "", 1) and err.startswith("error: ") and message in err
+    for key in ("ppo_max_token_len_per_gpu", "log_prob_max_token_len_per_gpu", "tensor_model_parallel_size"):
+        assert key in err
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
