@@ -1,4 +1,5 @@
-"""Log-prob and entropy from hidden states: ops/linear_logprob.py against TRL, verl, Liger, cut-cross-entropy and torch.
+"""Log-prob and entropy from hidden states: ops/linear_logprob.py against TRL, verl, Liger, cut-cross-entropy,
+Megatron-core and torch.
 
     python benchmarks/bench_linear_logprob.py [--quick] [--no-peers] [--out FILE]
 
@@ -6,7 +7,8 @@ From hidden states [T, H] and a weight [V, H] to a weighted sum of log-probs and
 Every arm finds its gradient buffers allocated and adds to them: hidden.grad and weight.grad, megarl main_grad in fp32.
 "megarl, loss inside" is linear_loss (three products), "megarl" linear_logprob (four), "megarl, logits" the output layer
 and then ops/logprob.py with the gradient over the logits (three, with all logits in memory). Arms that take logits get
-them from the same product. See logprob_measured.py for the clocks.
+them from the same product. Modes with the exact KL are given the reference's hidden states and weight: megarl makes
+its logits a chunk at a time, log_softmax all of them. See logprob_measured.py for the clocks.
 """
 
 import os
@@ -39,8 +41,7 @@ def main(
         peers.enter()
     torch.set_num_threads(1)
     load_before = os.getloadavg()[0]
-    on_logits = peers.ON_LOGITS if with_peers else {"log_softmax": peers.ON_LOGITS["log_softmax"]}
-    on_logits, missing = peers.imported(on_logits)
+    on_logits, missing = peers.imported(peers.on_logits(with_peers))
     on_hidden, also_missing = peers.imported(peers.ON_HIDDEN if with_peers else {})
     sizes = QUICK if quick else GPU if measured.device().type == "cuda" else CPU
     results = []
@@ -57,7 +58,7 @@ def compare(size: Size, on_logits: dict, on_hidden: dict, rounds: int) -> list[d
     scale = size.hidden**-0.5  # logits of standard deviation 1
     weight = (torch.randn(size.vocab, size.hidden, generator=generator) * scale).to(device, dtype).requires_grad_()
     targets = torch.randint(0, size.vocab, (size.tokens,), generator=generator).to(device)
-    upstream = torch.randn(2, size.tokens, generator=generator).to(device)
+    upstream = torch.randn(3, size.tokens, generator=generator).to(device)
     hidden.grad, weight.grad = torch.zeros_like(hidden), torch.zeros_like(weight)
     with_main_grad = torch.nn.Parameter(weight.detach())
     with_main_grad.main_grad = torch.zeros_like(weight, dtype=torch.float32)
@@ -72,8 +73,8 @@ def compare(size: Size, on_logits: dict, on_hidden: dict, rounds: int) -> list[d
 
         return Arm(values, step, has_entropy)
 
-    def from_logits(function) -> Arm:
-        return arm(lambda with_entropy: function(hidden @ weight.T, targets, with_entropy))
+    def from_logits(function, has_entropy: bool = True) -> Arm:
+        return arm(lambda with_entropy: function(hidden @ weight.T, targets, with_entropy), has_entropy)
 
     def loss_inside(with_entropy: bool) -> None:
         loss, _, _ = linear_loss(
@@ -89,13 +90,40 @@ def compare(size: Size, on_logits: dict, on_hidden: dict, rounds: int) -> list[d
 
     arms = {"megarl, loss inside": Arm(megarl, loss_inside, has_forward=False), "megarl": arm(megarl)}
     arms["megarl, logits"] = from_logits(megarl_on_logits)
-    arms |= {name: from_logits(function) for name, function in on_logits.items()}
+    for name, function in on_logits.items():
+        arms[name] = from_logits(function, has_entropy=name not in peers.WITHOUT_ENTROPY)
     for name, function in on_hidden.items():
         arms[name] = arm(
             lambda with_entropy, function=function: function(hidden, weight, targets, with_entropy),
             has_entropy=name not in peers.WITHOUT_ENTROPY,
         )
-    return measured.measure(size, arms, measured.exact_values(hidden, weight, targets), rounds)
+    logits = measured.exact_logits(hidden, weight)
+    rows = measured.measure(size, arms, measured.exact_values(logits, targets), rounds)
+
+    reference = [x.detach() + 0.3 * x.std() * torch.randn(x.shape, generator=generator).to(x) for x in (hidden, weight)]
+    reference = tuple(reference)
+
+    def kl_inside(_) -> None:
+        loss, *_ = linear_loss(hidden, with_main_grad, targets, weighted_with_kl, reference=reference)
+        loss.backward()
+
+    def weighted_with_kl(logprob: torch.Tensor, entropy: torch.Tensor, places, kl: torch.Tensor) -> torch.Tensor:
+        return weighted(logprob, entropy, places, with_entropy=True) + upstream[2, places] * kl
+
+    def kl_arm(function) -> Arm:
+        def step(_) -> None:
+            sum((slope * value).sum() for slope, value in zip(upstream, function(), strict=True)).backward()
+
+        return Arm(lambda _: function(), step)
+
+    def dense() -> tuple[torch.Tensor, ...]:
+        return peers.log_softmax_and_kl(hidden @ weight.T, reference[0] @ reference[1].T, targets)
+
+    megarl_kl = kl_arm(lambda: linear_logprob(hidden, with_main_grad, targets, reference=reference))
+    arms = {"megarl, loss inside": Arm(megarl_kl.values, kl_inside, has_forward=False), "megarl": megarl_kl}
+    arms["log_softmax"] = kl_arm(dense)
+    exact = measured.exact_values(logits, targets, measured.exact_logits(*reference))
+    return rows + measured.measure(size, arms, exact, rounds, (measured.KL_FORWARD, measured.KL_BOTH))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from megarl.observability.plots import read_metrics, running_mean, series
 
 ROOT = Path(__file__).parents[1]
 OUT = Path("runs/compare")
-# Held-out accuracy, sampled at temperature 1, that each must reach. The chain must raise it: its reward never sees it.
+# Held-out accuracy, sampled at temperature 1, that each must reach. The chain, whose reward never sees it, must raise
+# it by CHAIN_RISE: over four standard errors of a difference between two samples of 1,000 answers.
 THRESHOLDS = {
     "ppo": 0.80,
     "grpo": 0.80,
@@ -31,6 +32,7 @@ THRESHOLDS = {
     "online_dpo": 0.70,
     "rlhf": None,
 }
+CHAIN_RISE = 0.10
 MEMORY_ORDER = ("ppo", "online_dpo", "grpo")
 FIELDS = (
     "heldout_sampled_before",
@@ -68,8 +70,9 @@ def failures(found: dict[str, dict]) -> list[str]:
     """What was promised and is not so."""
     told = []
     for name, one in found.items():
-        after = one["heldout_sampled_after"]
-        wanted = THRESHOLDS[name] or one["heldout_sampled_before"]
+        before, after, wanted = one["heldout_sampled_before"], one["heldout_sampled_after"], THRESHOLDS[name]
+        if wanted is None and before is not None:
+            wanted = round(before + CHAIN_RISE, 4)
         if wanted is None or after is None or after < wanted:
             told.append(f"{name}: held-out sampled accuracy {after}, wanted at least {wanted}")
     sizes = [(name, found[name]["peak_model_state_mib"]) for name in MEMORY_ORDER if name in found]

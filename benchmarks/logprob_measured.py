@@ -20,7 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 FORWARD, BOTH, LOGPROB = "forward", "forward+backward", "log-prob only, both"
+KL_FORWARD, KL_BOTH = "forward, exact KL", "forward+backward, exact KL"
 ERROR_TOKENS = 32
+ERRORS = ("error_logprob", "error_entropy", "error_kl")
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Size:
 class Arm:
     """One contender at one size."""
 
-    values: Callable[[bool], tuple[torch.Tensor, torch.Tensor | None]]  # with entropy? -> (log-prob, entropy)
+    values: Callable[[bool], tuple[torch.Tensor | None, ...]]  # with entropy? -> (log-prob, entropy, any KL)
     step: Callable[[bool], None]  # with entropy? forward and backward
     has_entropy: bool = True
     has_forward: bool = True  # False: its forward alone is another arm's
@@ -45,11 +47,17 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def measure(size: Size, arms: dict[str, Arm], exact: tuple[torch.Tensor, torch.Tensor], rounds: int) -> list[dict]:
-    """One row per arm and mode. exact: log-prob and entropy of the first ERROR_TOKENS in fp64."""
+def measure(
+    size: Size,
+    arms: dict[str, Arm],
+    exact: tuple[torch.Tensor, ...],
+    rounds: int,
+    modes: tuple[str, ...] = (FORWARD, BOTH, LOGPROB),
+) -> list[dict]:
+    """One row per arm and mode. exact: log-prob, entropy and any KL of the first ERROR_TOKENS in fp64."""
     clock, seconds_of = ("triton.do_bench", gpu_seconds) if device().type == "cuda" else ("CPU seconds", cpu_seconds)
     rows = []
-    for mode in (FORWARD, BOTH, LOGPROB):
+    for mode in modes:
         calls = {name: call(arm, mode) for name, arm in arms.items() if runs(arm, mode)}
         extra = {name: peak_extra_mib(run) for name, run in calls.items()}
         seconds = {name: [] for name in calls}
@@ -57,47 +65,55 @@ def measure(size: Size, arms: dict[str, Arm], exact: tuple[torch.Tensor, torch.T
             for name, run in calls.items():
                 seconds[name].append(seconds_of(run))
         for name in calls:
-            errors = errors_of(arms[name], exact) if mode == FORWARD or not arms[name].has_entropy else (None, None)
+            with_errors = mode in (FORWARD, KL_FORWARD) or not arms[name].has_entropy
+            errors = errors_of(arms[name], exact) if with_errors else (None, None, None)
             rows.append(
                 {
                     "peer": name, "tokens": size.tokens, "hidden": size.hidden, "vocab": size.vocab,
                     "dtype": size.dtype, "mode": mode, "seconds": statistics.median(seconds[name]),
                     "fastest": min(seconds[name]), "clock": clock, "extra_mib": extra[name],
-                    "error_logprob": errors[0], "error_entropy": errors[1], "error_kl": None,
+                    "error_logprob": errors[0], "error_entropy": errors[1], "error_kl": errors[2],
                 }
             )  # fmt: skip
     return rows
 
 
 def runs(arm: Arm, mode: str) -> bool:
-    return mode == LOGPROB or (arm.has_entropy and (mode == BOTH or arm.has_forward))
+    return mode == LOGPROB or (arm.has_entropy and (mode in (BOTH, KL_BOTH) or arm.has_forward))
 
 
 def call(arm: Arm, mode: str) -> Callable[[], object]:
-    return torch.no_grad()(lambda: arm.values(True)) if mode == FORWARD else lambda: arm.step(mode == BOTH)
+    if mode in (FORWARD, KL_FORWARD):
+        return torch.no_grad()(lambda: arm.values(True))
+    return lambda: arm.step(mode != LOGPROB)
 
 
 @torch.no_grad()
-def errors_of(arm: Arm, exact: tuple[torch.Tensor, torch.Tensor]) -> list[float | None]:
-    found = arm.values(True)
-    return [
-        None if f is None else (f.flatten()[:ERROR_TOKENS].double() - e).abs().max().item()
-        for f, e in zip(found, exact)
-    ]
+def errors_of(arm: Arm, exact: tuple[torch.Tensor, ...]) -> list[float | None]:
+    """Of log-prob, entropy and KL; None for what the arm does not compute."""
+    errors = [None, None, None]
+    for place, (found, expected) in enumerate(zip(arm.values(True), exact)):
+        if found is not None:
+            errors[place] = (found.flatten()[:ERROR_TOKENS].double() - expected).abs().max().item()
+    return errors
+
+
+def exact_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Of the first ERROR_TOKENS in fp64, the weight converted a tile at a time."""
+    few = hidden[:ERROR_TOKENS].detach().double()
+    return torch.cat([few @ tile.double().T for tile in weight.detach().split(8192)], dim=1)
 
 
 def exact_values(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob and entropy of the first ERROR_TOKENS in fp64, the weight converted a tile at a time."""
-    few = hidden[:ERROR_TOKENS].detach().double()
-    logits = torch.cat([few @ tile.double().T for tile in weight.detach().split(8192)], dim=1)
-    return exact_of_logits(logits, targets)
-
-
-def exact_of_logits(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: torch.Tensor, targets: torch.Tensor, ref_logits: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Log-prob, entropy and with a reference KL(policy || reference) of the first ERROR_TOKENS, in fp64."""
     log_p = torch.log_softmax(logits[:ERROR_TOKENS].detach().double(), dim=-1)
-    return log_p.gather(1, targets[:ERROR_TOKENS, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)
+    logprob, entropy = log_p.gather(1, targets[:ERROR_TOKENS, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)
+    if ref_logits is None:
+        return logprob, entropy
+    log_q = torch.log_softmax(ref_logits[:ERROR_TOKENS].detach().double(), dim=-1)
+    return logprob, entropy, (log_p.exp() * (log_p - log_q)).sum(dim=-1)
 
 
 def cpu_seconds(call: Callable[[], None]) -> float:
@@ -166,19 +182,19 @@ def report(title: str, results: list[dict], missing: dict[str, str], load_before
         "load_average_before": load_before, "load_average_after": os.getloadavg()[0], "not_run": missing,
     }  # fmt: skip
     table = Table(title=title)
-    headings = "peer|tokens|hidden|vocab|dtype|mode|seconds|fastest|extra MiB|error log-prob|error entropy".split("|")
-    for heading in headings:
+    headings = "peer|tokens|hidden|vocab|dtype|mode|seconds|fastest|extra MiB|error log-prob|error entropy|error KL"
+    for heading in headings.split("|"):
         table.add_column(heading, justify="left" if heading in ("peer", "mode") else "right")
     for row in results:
         shown = [
             f"{row.get(key) or 0:{form}}"
             for key, form in (("seconds", ".4f"), ("fastest", ".4f"), ("extra_mib", ".0f"))
         ]
-        errors = ["" if row.get(key) is None else f"{row[key]:.1e}" for key in ("error_logprob", "error_entropy")]
+        errors = ["" if row.get(key) is None else f"{row[key]:.1e}" for key in ERRORS]
         table.add_row(
             *(str(row[key]) for key in ("peer", "tokens", "hidden", "vocab", "dtype", "mode")), *shown, *errors
         )
-    console = Console(width=150)
+    console = Console(width=170)
     console.print(table)
     for name, why in missing.items():
         console.print(f"{name} was not run: {why}")

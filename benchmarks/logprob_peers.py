@@ -1,7 +1,8 @@
 """Other people's log-probs, by their public entry points, and the environment that they live in.
 
-They are installed without their dependencies into runs/peers, which sees the packages of this interpreter's environment
-first: all arms then run on the same torch. What a peer's import wants beyond those is listed with it.
+Megatron-core is installed with megarl. The others are installed without their dependencies into runs/peers, which sees
+the packages of this interpreter's environment first: all arms then run on the same torch and Megatron-core. What a
+peer's import wants beyond those is listed with it.
 """
 
 import importlib
@@ -13,17 +14,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = ROOT / "runs" / "peers"
 PACKAGES = [
     "liger-kernel==0.8.5", "cut-cross-entropy==25.1.1",
-    "trl==1.16.0", "accelerate",
-    "verl==0.9.1", "ray", "tensordict", "codetiming", "omegaconf", "hydra-core", "antlr4-python3-runtime==4.9.3",
-    "peft", "orjson", "pyvers", "cloudpickle", "dill", "msgpack",
+    "trl==1.16.0", "accelerate==1.15.0",
+    "verl==0.9.1", "ray==2.60.0", "tensordict==0.15.3", "codetiming==1.4.0", "omegaconf==2.4.0", "hydra-core==1.3.8",
+    "antlr4-python3-runtime==4.9.3", "peft==0.21.2", "orjson==3.13.0", "pyvers==0.2.3", "cloudpickle==3.1.2",
+    "dill==0.4.1", "msgpack==1.2.4",
 ]  # fmt: skip
 
-Values = tuple[torch.Tensor, torch.Tensor | None]
+Values = tuple[torch.Tensor | None, ...]
 
 
 def enter() -> None:
@@ -72,11 +75,33 @@ def _verl():
     return values
 
 
+def _megatron():
+    """Its groups are global, so that this process becomes the one rank of all of them."""
+    backend, device = ("nccl", torch.device("cuda", 0)) if torch.cuda.is_available() else ("gloo", None)
+    tensor_parallel = importlib.import_module("megatron.core.tensor_parallel")
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    importlib.import_module("megatron.core.parallel_state").initialize_model_parallel()
+
+    def values(logits: torch.Tensor, targets: torch.Tensor, with_entropy: bool) -> Values:
+        if logits.is_leaf and logits.dtype == torch.float32:
+            logits = logits.clone()  # fp32 logits are overwritten in the forward, and the other arms need them
+        return -tensor_parallel.vocab_parallel_cross_entropy(logits[:, None], targets[:, None])[:, 0], None
+
+    return values
+
+
 def log_softmax(logits: torch.Tensor, targets: torch.Tensor, with_entropy: bool) -> Values:
     """What one writes without an op: an fp32 log_softmax of everything, and autograd."""
     log_p = torch.log_softmax(logits.float(), dim=-1)
     entropy = -(log_p.exp() * log_p).sum(dim=-1) if with_entropy else None
     return log_p.gather(1, targets[:, None])[:, 0], entropy
+
+
+def log_softmax_and_kl(logits: torch.Tensor, ref_logits: torch.Tensor, targets: torch.Tensor) -> Values:
+    """(log-prob, entropy, exact KL) written out likewise."""
+    log_p, log_q = (torch.log_softmax(x.float(), dim=-1) for x in (logits, ref_logits))
+    p = log_p.exp()
+    return log_p.gather(1, targets[:, None])[:, 0], -(p * log_p).sum(dim=-1), (p * (log_p - log_q)).sum(dim=-1)
 
 
 # (logits [T, V], targets [T], with_entropy) -> (log-prob [T], entropy [T])
@@ -85,7 +110,13 @@ ON_LOGITS = {
     "torch.compile": lambda: torch.compile(log_softmax, dynamic=False),
     "TRL": _trl,
     "verl v2": _verl,
+    "Megatron": _megatron,
 }
+
+
+def on_logits(with_peers: bool) -> dict[str, Callable[[], Callable]]:
+    """ON_LOGITS, or of it what needs no installation."""
+    return {name: bring for name, bring in ON_LOGITS.items() if with_peers or name in ("log_softmax", "Megatron")}
 
 
 def _verl_linear():
@@ -135,4 +166,4 @@ ON_HIDDEN = {
     "Liger": _liger,
     "cut-cross-entropy": _cut_cross_entropy,
 }
-WITHOUT_ENTROPY = {"cut-cross-entropy"}
+WITHOUT_ENTROPY = {"cut-cross-entropy", "Megatron"}

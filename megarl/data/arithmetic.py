@@ -26,6 +26,10 @@ NUM_SFT_VAL = 256
 NUM_DEMONSTRATIONS = 20
 WRONG_SHARE = 0.5
 SLIPS = (-10, -2, -1, 1, 2, 10)
+# 1,000 steps of 256 preferences with none seen more than three times: 3 x 10 x 9,000 >= 1,000 x 256.
+NUM_PREFERENCES = 10
+FAR_SHARE = 1 / 3
+LARGEST_SUM = 198
 
 Pair = tuple[int, int]
 
@@ -37,8 +41,9 @@ def make_arithmetic_task(output_dir: str | Path, seed: int = 0) -> Path:
     train.jsonl        9,000 prompts with their ground truth; heldout.jsonl: 1,000 others
     sft_train.jsonl    20 demonstrations of each training prompt, half of them wrong
     sft_val.jsonl      right answers to 256 of the training prompts
-    pairs_train.jsonl  for each training prompt the right answer, preferred to a wrong one; pairs_val.jsonl: for each
-                       held-out prompt
+    pairs_train.jsonl  10 preferences for each training prompt: the right answer over a slip of the demonstrations or,
+                       in a third of them, over any other number
+    pairs_val.jsonl    for each held-out prompt the right answer, preferred to a slip
 
     `seed` draws the weights, the wrong answers and sft_val; which prompts are held out is the same for every
     seed, so that runs compare. Files of these names are replaced.
@@ -68,8 +73,10 @@ def make_arithmetic_task(output_dir: str | Path, seed: int = 0) -> Path:
         (_example(pair, sum(pair)) for pair in rng.sample(train, NUM_SFT_VAL)),
         "training prompts with the right answer",
     )
-    for split, pairs in (("train", train), ("val", held_out)):
-        _write(folder / f"pairs_{split}.jsonl", (_preference(pair, rng) for pair in pairs), "preferences")
+    preferences = (_preference(pair, rejected(pair, rng)) for _ in range(NUM_PREFERENCES) for pair in train)
+    _write(folder / "pairs_train.jsonl", preferences, "preferences of the right answer")
+    slips = (_preference(pair, wrong_answer(pair, rng)) for pair in held_out)
+    _write(folder / "pairs_val.jsonl", slips, "preferences of the right answer to a slip")
     return folder
 
 
@@ -88,6 +95,13 @@ def demonstration(pair: Pair, rng: random.Random) -> int:
 def wrong_answer(pair: Pair, rng: random.Random) -> int:
     """A number that is off by 1, 2 or 10, and not negative."""
     return sum(pair) + rng.choice([slip for slip in SLIPS if sum(pair) + slip >= 0])
+
+
+def rejected(pair: Pair, rng: random.Random) -> int:
+    """A wrong answer, or, in a third of the calls, any other number of 0..198 than the sum."""
+    if rng.random() >= FAR_SHARE:
+        return wrong_answer(pair, rng)
+    return (sum(pair) + rng.randrange(1, LARGEST_SUM + 1)) % (LARGEST_SUM + 1)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -155,12 +169,8 @@ def _example(pair: Pair, answer: int) -> dict[str, str]:
     return {"prompt": _question(pair), "response": f"{answer:03d}"}
 
 
-def _preference(pair: Pair, rng: random.Random) -> dict[str, str]:
-    return {
-        "prompt": _question(pair),
-        "chosen": f"{sum(pair):03d}",
-        "rejected": f"{wrong_answer(pair, rng):03d}",
-    }
+def _preference(pair: Pair, rejected: int) -> dict[str, str]:
+    return {"prompt": _question(pair), "chosen": f"{sum(pair):03d}", "rejected": f"{rejected:03d}"}
 
 
 def _write(file: Path, rows: Iterable[dict[str, Any]], what: str) -> None:

@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FIELDS = set("peer tokens hidden vocab dtype mode seconds clock extra_mib error_logprob error_entropy error_kl".split())
 ARMS = {
-    "bench_logprob.py": {"megarl", "log_softmax"},
-    "bench_linear_logprob.py": {"megarl, loss inside", "megarl", "megarl, logits", "log_softmax"},
+    "bench_logprob.py": {"megarl", "log_softmax", "Megatron"},
+    "bench_linear_logprob.py": {"megarl, loss inside", "megarl", "megarl, logits", "log_softmax", "Megatron"},
 }
 
 
@@ -24,11 +24,20 @@ def test_quick_run_writes_every_arm(tmp_path, script):
     assert written["conditions"]["threads"] == 1 and out.with_suffix(".png").stat().st_size > 0
     rows = [row for row in written["results"] if row["mode"] != "yardstick"]
     modes = ("forward", "forward+backward", "log-prob only, both")
-    expected = {(arm, mode) for arm in ARMS[script] for mode in modes} - {("megarl, loss inside", "forward")}
+    with_kl = ("forward, exact KL", "forward+backward, exact KL")
+    expected = {(arm, mode) for arm in ARMS[script] for mode in modes}
+    expected |= {(arm, mode) for arm in ARMS[script] - {"megarl, logits", "Megatron"} for mode in with_kl}
+    expected -= {("megarl, loss inside", "forward"), ("megarl, loss inside", "forward, exact KL")}
+    expected -= {("Megatron", "forward"), ("Megatron", "forward+backward")}  # log-prob only
     assert {(row["peer"], row["mode"]) for row in rows} == expected
     for row in rows:
         assert set(row) >= FIELDS and row["seconds"] > 0
-        if row["mode"] == "forward" and row["peer"] == "megarl":
+        if row["peer"] == "Megatron":
+            assert row["error_logprob"] < (1e-5 if script == "bench_logprob.py" else 4e-2)
+            assert row["error_entropy"] is row["error_kl"] is None
+        if row["mode"].startswith("forward, exact") or (row["mode"] == "forward" and row["peer"] == "megarl"):
             # Logits given: fp32 statistics. From hidden states: logits of about 4 are themselves rounded to bf16.
             allowed = (1e-5, 1e-5) if script == "bench_logprob.py" else (2e-2, 2e-3)
             assert row["error_logprob"] < allowed[0] and row["error_entropy"] < allowed[1]
+            assert (row["error_kl"] is None) == (row["mode"] == "forward")
+            assert (row["error_kl"] or 0) < (1e-5 if script == "bench_logprob.py" else 2e-3)

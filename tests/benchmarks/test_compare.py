@@ -36,10 +36,12 @@ def result(after: float = 0.9, memory: float = 1.0) -> dict:
 
 
 def test_thresholds_and_the_order_of_memory(compare):
-    good = {"ppo": result(memory=3), "grpo": result(memory=1), "online_dpo": result(0.71, 2), "rlhf": result(0.31)}
+    good = {"ppo": result(memory=3), "grpo": result(memory=1), "online_dpo": result(0.71, 2), "rlhf": result(0.4)}
     assert compare.failures(good) == []
     assert "online_dpo: held-out" in compare.failures(good | {"online_dpo": result(0.69, 2)})[0]
-    assert "rlhf: held-out" in compare.failures(good | {"rlhf": result(0.29)})[0]
+    assert "0.39, wanted at least 0.4" in compare.failures(good | {"rlhf": result(0.39)})[0]
+    unmeasured = result(None) | {"heldout_sampled_before": None}
+    assert "rlhf: held-out" in compare.failures(good | {"rlhf": unmeasured})[0]
     assert "should fall" in compare.failures(good | {"grpo": result(memory=2)})[0]
 
 

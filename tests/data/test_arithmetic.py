@@ -40,6 +40,22 @@ def test_demonstrations_are_half_wrong_and_never_of_held_out_prompts(task):
     assert all(truth[row["prompt"]] == row["response"] for row in val)
 
 
+def test_preferences_are_of_the_right_answer_over_slips_and_far_numbers(task):
+    prompts = [row["prompt"][0]["content"] for row in rows(task / "train.jsonl")]
+    train, val = rows(task / "pairs_train.jsonl"), rows(task / "pairs_val.jsonl")
+    assert [row["prompt"] for row in train] == 10 * prompts
+    assert [row["prompt"] for row in val] == [row["prompt"][0]["content"] for row in rows(task / "heldout.jsonl")]
+    for row in train + val:
+        a, b = row["prompt"].rstrip("=").split("+")
+        assert row["chosen"] == f"{int(a) + int(b):03d}" and len(row["rejected"]) == 3
+        assert row["rejected"] != row["chosen"] and 0 <= int(row["rejected"]) <= 208  # 198 and a slip of 10
+    slips = {-10, -2, -1, 1, 2, 10}
+    assert {int(row["rejected"]) - int(row["chosen"]) for row in val} == slips
+    off = [int(row["rejected"]) - int(row["chosen"]) for row in train]
+    near = sum(o in slips for o in off) / len(off)
+    assert 0.67 < near < 0.70  # two thirds, and what the far numbers hit by chance
+
+
 def test_checkpoint_loads_and_reads_the_prompts(task):
     import torch
     from transformers import AutoModelForCausalLM
@@ -61,7 +77,7 @@ def test_seed_decides_everything_but_the_split(task, tmp_path):
     state = torch.random.get_rng_state()
     same, other = make_arithmetic_task(tmp_path / "same", seed=3), make_arithmetic_task(tmp_path / "other", seed=4)
     assert torch.equal(state, torch.random.get_rng_state())
-    for file in ("model/model.safetensors", "sft_train.jsonl", "sft_val.jsonl"):
+    for file in ("model/model.safetensors", "sft_train.jsonl", "sft_val.jsonl", "pairs_train.jsonl", "pairs_val.jsonl"):
         assert (task / file).read_bytes() == (same / file).read_bytes() != (other / file).read_bytes()
     for file in ("train.jsonl", "heldout.jsonl", "model/tokenizer.json"):
         assert (task / file).read_bytes() == (other / file).read_bytes()
