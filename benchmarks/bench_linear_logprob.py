@@ -100,8 +100,10 @@ def compare(size: Size, on_logits: dict, on_hidden: dict, rounds: int) -> list[d
     logits = measured.exact_logits(hidden, weight)
     rows = measured.measure(size, arms, measured.exact_values(logits, targets), rounds)
 
-    reference = [x.detach() + 0.3 * x.std() * torch.randn(x.shape, generator=generator).to(x) for x in (hidden, weight)]
-    reference = tuple(reference)
+    def near(x: torch.Tensor) -> torch.Tensor:
+        return x + 0.3 * x.std() * torch.randn(x.shape, generator=generator).to(x)
+
+    reference = (near(hidden.detach()), near(weight.detach()))
 
     def kl_inside(_) -> None:
         loss, *_ = linear_loss(hidden, with_main_grad, targets, weighted_with_kl, reference=reference)
