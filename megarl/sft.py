@@ -46,6 +46,7 @@ def sft(config: SFTConfig, quiet: bool = False) -> None:
             optimizer_steps=config.trainer.total_steps,
             fused_linear_loss=config.fused_linear_loss,
         )
+        report.note(str(policy.self_test()))
         order = ExampleOrder(train_set, config.trainer.seed)
 
         def learn(batch: Batch) -> dict[str, float]:

@@ -44,6 +44,7 @@ def train(config: TrainConfig, quiet: bool = False) -> None:
         report.note(step_in_words(config))
         roles = load_roles(config, needs, layout)
         actor = roles.actor
+        report.note(str(actor.self_test(needs.full_kl_in_reward or needs.full_kl_in_loss)))
         bridge = open_bridge(config, layout, actor, driver)
         driver.wait_until_ready(report.note)
         bridge.connect()

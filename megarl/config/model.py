@@ -14,8 +14,8 @@ def _yaml_on_off(value: Any) -> Any:
 
 FusedLinearLoss = Annotated[Literal["auto", "on", "off"], BeforeValidator(_yaml_on_off)]
 FUSED_LINEAR_LOSS = (
-    "Output layer, log-probs and loss in one op that holds the logits of a chunk of tokens only (on), or all logits at "
-    "once (off). auto: on, unless the self-test at the start of the run fails."
+    "Output layer, log-probs and loss in one op that holds the logits of a chunk of tokens only, or all logits at once "
+    "(off). A kernel that fails the self-test at the start is replaced by torch operations (auto) or ends the run (on)."
 )
 
 

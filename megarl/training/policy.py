@@ -9,9 +9,11 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch.nn.functional import pad
 
 from megarl.config.model import FusedLinearLoss, ModelConfig, OptimConfig
-from megarl.ops.full_kl import full_kl
+from megarl.errors import MegarlError
+from megarl.ops import self_test
 from megarl.ops.linear_logprob import linear_logprob, linear_loss
 from megarl.ops.logprob import greedy_match, logprob_and_entropy
+from megarl.ops.logprob_kl import logprob_entropy_and_kl
 from megarl.parallel.layout import Layout
 from megarl.training.megatron_model import MegatronModel, onto_tokens, weighted
 from megarl.types import Batch
@@ -55,6 +57,34 @@ class Policy(MegatronModel):
         super().__init__(model, layout, optim, optimizer_steps)
         self.temperature = temperature
         self.fused = fused_linear_loss != "off"
+        self._kernels_or_nothing = fused_linear_loss == "on"
+
+    def self_test(self, with_kl: bool = False) -> self_test.Report:
+        """Compare the ops of this run with fp64 at its own sizes (ops/self_test.py); kernels that fail are given up.
+
+        with_kl: the run needs the exact KL.
+
+        Raises:
+            MegarlError: kernels were given up although fused_linear_loss is "on", or torch itself is wrong.
+        """
+        weight = self.output_weight
+        report = self_test.check(
+            weight.shape[1],
+            self.hf.vocab_size,
+            len(weight),
+            weight.dtype,
+            self.layout.groups.tp,
+            self.temperature,
+            weight.device,
+            with_kl,
+            self.fused,
+        )
+        if report.given_up and self._kernels_or_nothing:
+            raise MegarlError(
+                f"fused_linear_loss=on, but {report.given_up}. With fused_linear_loss=auto the run goes on with torch "
+                "operations"
+            )
+        return report
 
     @property
     def output_weight(self) -> torch.Tensor:
@@ -183,10 +213,9 @@ class Policy(MegatronModel):
             options = self._head_options(len(targets), micro, temperature, reference)
             values = linear_logprob(output, self.output_weight, targets, **options)
         else:
-            values = logprob_and_entropy(output, next_tokens(micro), group, temperature, vocab_size)
-            if reference is not None:
-                exact = full_kl(output, micro.ref_hidden, reference.output_weight, group, temperature, vocab_size)
-                values = (*values, exact)
+            inputs = (output,) if reference is None else (output, (micro.ref_hidden, reference.output_weight))
+            op = logprob_and_entropy if reference is None else logprob_entropy_and_kl
+            values = op(*inputs, next_tokens(micro), group, temperature, vocab_size)
         return _by_name(values, micro)
 
     def _loss_in_the_forward(

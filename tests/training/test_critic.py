@@ -1,5 +1,6 @@
 """Critic and reward model equal transformers' classifiers; their gradients and the actor's do not see the layout."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ from megarl import algorithms, models
 from megarl.config.model import ModelConfig, OptimConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.data.batch import from_rollouts, select
+from megarl.errors import MegarlError
 from megarl.models import heads
-from megarl.ops import linear_logprob
+from megarl.ops import dispatch, linear_logprob
 from megarl.parallel import layout as layouts
 from megarl.sft import share_of_pairs
 from megarl.training.critic import Critic
@@ -21,6 +23,7 @@ from megarl.training.distribute import distribute
 from megarl.training.policy import Policy
 from megarl.training.reward_model import RewardModel, pair_loss, pairs
 from tests import tiny_models
+from tests.ops.test_self_test import forget_the_last_column, install
 from tests.parallel_utils import run_ranks
 from tests.training.test_policy import _whole_gradients, make_rollouts
 
@@ -123,6 +126,22 @@ def _a2c(causal, layout) -> tuple:
     return surrogate, _whole_gradients(policy)
 
 
+def _self_tests(causal, layout) -> dict:
+    """What a policy says of wrong kernels; the process computes with the reference from then on."""
+    found = {}
+    for fused in ("auto", "on", "off"):
+        policy = Policy(settings(causal), layout, 0.7, fused_linear_loss=fused)
+        dispatch._refused = False
+        install(forget_the_last_column)
+        try:
+            report = policy.self_test(with_kl=True)
+            found[fused] = (report.op, report.path, report.passed, report.given_up)
+        except MegarlError as error:
+            found[fused] = str(error)
+        assert dispatch.is_refused()
+    return found
+
+
 def _rewards(folder, layout, out) -> tuple:
     model = RewardModel(settings(folder), layout, OptimConfig(lr=1e-2), 10)
     batch = share_of_pairs(PREFERENCES, layout)
@@ -161,6 +180,7 @@ def _all(classifiers, causal, out) -> dict:
         }
         if world == 1:
             found[LAYOUTS[0]] |= {"a2c": _a2c(causal, layout), "coefficients": _coefficients(causal, layout)}
+            found[LAYOUTS[0]]["self-tests"] = _self_tests(causal, layout)
     return found
 
 
@@ -237,6 +257,14 @@ def test_gradients_of_actor_and_critic_do_not_see_micro_batches_packing_order_or
             for name, value in expected_metrics.items():
                 assert metrics[name] == pytest.approx(value, rel=2e-4, abs=2e-6), (label, name)
             _same(gradients, expected, 1e-4, label)
+
+
+def test_wrong_kernels_are_given_up_or_end_the_run(layouts_found):
+    found = layouts_found[LAYOUTS[0]][0]["self-tests"]
+    for fused, op in {"auto": "linear_loss", "off": "logprob_entropy_and_kl"}.items():
+        *report, given_up = found[fused]
+        assert report == [op, "torch", True] and "wrong by up to" in given_up
+    assert re.search("fused_linear_loss=on, but .* wrong by up to .* fused_linear_loss=auto", found["on"])
 
 
 def test_ppo_with_one_pass_and_one_mini_batch_has_a2c_s_gradient(layouts_found):
