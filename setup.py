@@ -18,6 +18,9 @@ spec = importlib.util.spec_from_file_location("compile", here / "csrc/compile.py
 spec.loader.exec_module(compiler := importlib.util.module_from_spec(spec))
 
 
+KERNELS = ("logprob", "logprob_kl")
+
+
 def why_not_cuda() -> str | None:
     """What keeps csrc/*.cu from being compiled; None: nothing."""
     if os.environ.get("MEGARL_BUILD_CUDA") == "0":
@@ -57,7 +60,7 @@ setup(
     # megarl/csrc is a link to csrc/: the kernels are a package in the source tree, editable and in a wheel alike.
     packages=find_packages(include=["megarl", "megarl.*"]),
     package_data={"megarl.csrc": ["*.cu", "*.cuh", "*.cpp", "*.h"]},
-    ext_modules=[] if reason else [Extension("megarl.csrc.liblogprob", ["csrc/logprob.cu"])],
+    ext_modules=[] if reason else [Extension(f"megarl.csrc.lib{op}", [f"csrc/{op}.cu"]) for op in KERNELS],
     cmdclass={"build_ext": BuildKernels},
     python_requires=">=3.11",
     install_requires=[

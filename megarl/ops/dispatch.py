@@ -69,19 +69,16 @@ def _found(device_type: str) -> Path:
     if device_type != "cuda":
         log.info("log-prob kernels: torch operations; there are no kernels for a %s", device_type)
         return TORCH
-    remedy = "install megarl with nvcc and without build isolation for csrc/logprob.cu"
-    triton = {}
+    from megarl.csrc import logprob_cuda, logprob_kl_cuda
+
+    remedy = "install megarl with nvcc and without build isolation for csrc/*.cu"
+    if logprob_cuda.library() is not None and logprob_kl_cuda.library() is not None:
+        log.info("log-prob kernels: CUDA C++ (csrc/*.cu)")
+        return Path("CUDA C++", {"logprob": logprob_cuda, "logprob_kl": logprob_kl_cuda})
     if importlib.util.find_spec("triton") is not None:
         from megarl.csrc import logprob, logprob_kl
 
-        triton = {"logprob": logprob, "logprob_kl": logprob_kl}
-    from megarl.csrc import logprob_cuda
-
-    if logprob_cuda.library() is not None:
-        log.info("log-prob kernels: CUDA C++ (csrc/logprob.cu)")
-        return Path("CUDA C++", triton | {"logprob": logprob_cuda})
-    if triton:
-        log.warning("log-prob kernels: Triton (csrc/logprob.py); %s", remedy)
-        return Path("Triton", triton)
+        log.warning("log-prob kernels: Triton (csrc/*.py); %s", remedy)
+        return Path("Triton", {"logprob": logprob, "logprob_kl": logprob_kl})
     log.warning("log-prob kernels: torch operations, slow; %s, or install Triton", remedy)
     return TORCH

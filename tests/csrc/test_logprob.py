@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +11,11 @@ from safetensors.torch import load_file
 from megarl.ops import dispatch
 from megarl.ops import logprob as ops
 from tests.csrc import logprob_cases as cases
+from tests.csrc.cuda_build import CUOBJDUMP, ROOT
 
 # Kernels and reference add the same fp32 numbers in another order; gradients are then rounded to the logits' type, and
 # the interpreter's cast to bf16 cuts off where hardware rounds: one unit in the last place.
 GRAD_TOLERANCE = {"fp32": 2e-6, "bf16": 2.0**-7, "fp16": 2.0**-10}
-
-ROOT = Path(__file__).parents[2]
-CUOBJDUMP = Path(find_spec("triton").origin).parent / "backends/nvidia/bin/cuobjdump"
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +64,12 @@ def test_kernels_on_a_gpu_are_the_reference(reference):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("built", [True, False], ids=["compiled", "Triton"])
 def test_the_public_op_reaches_the_kernels(monkeypatch, built):
-    from megarl.csrc import logprob, logprob_cuda
+    from megarl.csrc import logprob, logprob_cuda, logprob_kl_cuda
 
     if not built:
         monkeypatch.setattr(logprob_cuda, "library", lambda: None)
-    elif logprob_cuda.library() is None:
-        pytest.skip("csrc/logprob.cu is not compiled")
+    elif None in (logprob_cuda.library(), logprob_kl_cuda.library()):
+        pytest.skip("csrc/*.cu are not compiled")
     dispatch._found.cache_clear()
     kernels, calls = logprob_cuda if built else logprob, []
     for name in ("local_statistics", "backward_into"):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.csrc import logprob, logprob_cuda, logprob_kl
+from megarl.csrc import logprob, logprob_cuda, logprob_kl, logprob_kl_cuda
 from megarl.ops import dispatch
 from megarl.ops.logprob import logprob_and_entropy, reference_local_statistics
 
@@ -24,14 +24,15 @@ def afresh(monkeypatch):
 @pytest.mark.parametrize(
     ("compiled", "triton", "name", "kernels", "said"),
     [
-        (True, True, "CUDA C++", {"logprob": logprob_cuda, "logprob_kl": logprob_kl}, "CUDA C++"),
-        (True, False, "CUDA C++", {"logprob": logprob_cuda}, "CUDA C++"),
-        (False, True, "Triton", {"logprob": logprob, "logprob_kl": logprob_kl}, "install megarl with nvcc"),
-        (False, False, "torch", {}, "or install Triton"),
+        ("both", True, "CUDA C++", {"logprob": logprob_cuda, "logprob_kl": logprob_kl_cuda}, "CUDA C++"),
+        ("one", True, "Triton", {"logprob": logprob, "logprob_kl": logprob_kl}, "install megarl with nvcc"),
+        (None, True, "Triton", {"logprob": logprob, "logprob_kl": logprob_kl}, "install megarl with nvcc"),
+        (None, False, "torch", {}, "or install Triton"),
     ],
 )
 def test_the_best_that_is_installed_is_taken(monkeypatch, caplog, compiled, triton, name, kernels, said):
     monkeypatch.setattr(logprob_cuda, "library", lambda: object() if compiled else None)
+    monkeypatch.setattr(logprob_kl_cuda, "library", lambda: object() if compiled == "both" else None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: object() if triton else None)
     caplog.set_level(logging.INFO)
     for _ in range(2):
