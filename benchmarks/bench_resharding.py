@@ -30,7 +30,7 @@ from typing import Annotated
 
 import torch
 import typer
-from bench_logprob import processor
+from logprob_measured import processor
 from resharding_measured import BUCKET_BYTES as MEASURED_BUCKET_BYTES
 from resharding_measured import measure
 from resharding_simulated import BUCKET_BYTES, CASES, QUICK, simulate
