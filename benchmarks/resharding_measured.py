@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_logprob import peak_extra_mib
+from logprob_measured import peak_extra_mib
 from resharding_engines import EngineSizes, worker_pieces
 from resharding_models import Model, gqa_model
 from resharding_simulated import nbytes
