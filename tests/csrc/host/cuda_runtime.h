@@ -2,7 +2,8 @@
 //
 // A block's threads are coroutines on one CPU thread. Each runs until it meets the others (__syncthreads, a shuffle),
 // then the next one's turn comes; a round of turns is a barrier, because all threads meet in the same order. A thread
-// that reads before a barrier what another writes after it is thus caught, a race within a round is not.
+// that reads before a barrier what another writes after it is thus caught, a race within a round is not. A move of 16
+// bytes to or from another address than a multiple of 16 is an error of the launch, as on a GPU.
 
 #pragma once
 
@@ -20,14 +21,23 @@
 #define __launch_bounds__(...)
 
 using cudaStream_t = void*;
-constexpr int cudaSuccess = 0, cudaErrorInvalidValue = 1;
+constexpr int cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorMisalignedAddress = 716;
 
 struct dim3 {
     unsigned x = 1, y = 1, z = 1;
     dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
+namespace host {
+inline bool misaligned = false;
+}
 struct uint4 {
     uint32_t x, y, z, w;
+
+    uint4& operator=(const uint4& other) {
+        if ((reinterpret_cast<uintptr_t>(this) | reinterpret_cast<uintptr_t>(&other)) & 15) host::misaligned = true;
+        std::memcpy(static_cast<void*>(this), &other, 16);
+        return *this;
+    }
 };
 struct cudaLaunchConfig_t {
     dim3 gridDim, blockDim;
@@ -122,10 +132,11 @@ inline int cudaGetLastError() { return cudaSuccess; }
 
 template <typename... Parameters, typename... Arguments>
 int cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments... arguments) {
+    host::misaligned = false;
     for (unsigned block = 0; block < config->gridDim.x; ++block) {
         blockIdx.x = block;
         auto call = [&] { kernel(arguments...); };
         host::run_block(config->blockDim.x, call);
     }
-    return cudaSuccess;
+    return host::misaligned ? cudaErrorMisalignedAddress : cudaSuccess;
 }
