@@ -1,7 +1,7 @@
 """Algorithms side by side on the arithmetic task from one warm start, and the chain SFT -> reward model -> PPO.
 
     python benchmarks/compare.py                      after `make warm-start`; `make compare` does both
-    python benchmarks/compare.py --only ppo grpo --overrides trainer.total_steps=3
+    python benchmarks/compare.py --only ppo grpo --overrides trainer.total_steps=8
 
 Writes runs/compare/summary.json, table.md and compare.png. Exits with 1 where an algorithm misses its threshold, or the
 models' memory is not in the order PPO > OnlineDPO > GRPO.
