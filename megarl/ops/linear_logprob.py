@@ -229,7 +229,9 @@ class _LinearLoss(torch.autograd.Function):
                 _write_gradient(*logits, own, merged, slopes, head)
                 gradients.add(rows, logits[0])
         ctx.weight, ctx.scale = weight, scale
-        ctx.gradients = (gradients.of_hidden(kept, num_tokens, head), gradients.of_weight())
+        # Saved, where tools that count what a forward keeps will find it.
+        ctx.save_for_backward(gradients.of_hidden(kept, num_tokens, head), gradients.of_weight())
+        ctx.spent = False
         values = tuple(_spread(of_kept, kept, targets) for of_kept in values)
         ctx.mark_non_differentiable(*values)
         return loss, *values
@@ -237,11 +239,11 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, upstream, *_):
-        if ctx.gradients is None:
+        if ctx.spent:
             raise ValueError("linear_loss: a second backward; its gradients were taken in the forward, once")
         _check_upstream(upstream, ctx.scale)
-        grad_hidden, grad_weight = ctx.gradients
-        ctx.gradients = None
+        grad_hidden, grad_weight = ctx.saved_tensors
+        ctx.spent = True
         return (grad_hidden, _handed_over(ctx.weight, grad_weight)) + (None,) * 6
 
 

@@ -262,6 +262,16 @@ def test_a_second_backward_is_refused():
         loss.backward()
 
 
+def test_a_meter_sees_what_the_forward_keeps():
+    hidden, weight, targets = case()
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor, lambda tensor: tensor):
+        loss = ops.linear_loss(hidden.requires_grad_(), weight.requires_grad_(), targets, clipped)[0]
+    loss.backward()
+    assert any(torch.equal(tensor, hidden.grad) for tensor in seen)
+    assert any(torch.equal(tensor, weight.grad) for tensor in seen)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_recomputation_around_it_is_refused(use_reentrant):
     hidden, weight, targets = case()
