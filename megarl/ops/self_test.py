@@ -4,7 +4,8 @@ The run's own hidden size, vocabulary with its padding, type, temperature and te
 the same on every rank: logits of standard deviation 0.5 to 1.5 after the temperature, targets from the first to the
 last id, one token ignored. Values, and gradients by the vector: each token's dhidden, each vocabulary id's dweight or
 dlogits, so that an id of probability 1e-6 is looked at as closely as a target. Every rank of the group comes to the
-same verdict.
+same verdict. Kernels meet the whole vocabulary; linear_loss, which adds matrix products to them, as many of each rank's
+rows as WEIGHT_ELEMENTS holds: all of them on a GPU, on a CPU what takes well under a second.
 
 A path that fails is given up for the torch reference in the rest of the process, with a warning; a reference that fails
 is an error. Memory: the weight, its fp32 gradient and five fp64 tensors of [NUM_TOKENS, V], gone when it returns.
@@ -13,7 +14,7 @@ is an error. Memory: the weight, its fp32 gradient and five fp64 tensors of [NUM
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,9 @@ FROM_HIDDEN = {
 
 # Added to the norms that gradients are relative to: fp16 has no number between 0 and 6e-8.
 _UNDERFLOW = {torch.float32: 1e-30, torch.float16: 1e-4, torch.bfloat16: 1e-30}
+
+# Of the output weight that linear_loss is tested with, by device.
+WEIGHT_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 30}
 
 # Rows of the weight are those of a table this long, scaled anew at each repetition: a large table takes long to draw.
 _TABLE_ROWS = 4093
@@ -158,12 +162,30 @@ def _case(hidden_size, vocab_size, rows_local, dtype, group, device, with_kl, te
     ids = first + torch.arange(rows_local, device=device)
     scale = 0.5 + (ids // _TABLE_ROWS) / (1 + vocab_size // _TABLE_ROWS)
     weight = table.to(device, dtype)[ids % _TABLE_ROWS].mul_(scale.to(dtype)[:, None])
-    targets = torch.linspace(0, vocab_size - 1, NUM_TOKENS, device=device).round_().long()
-    targets[IGNORED] = -100
+    targets = _targets(vocab_size, device)
     ref_hidden = (hidden + noise).to(device, dtype) if with_kl else None
     upstream = upstream[: 3 if with_kl else 2].to(device)
     hidden = hidden.to(device, dtype)
     return _Case(hidden, weight, targets, upstream, ref_hidden, group, temperature, vocab_size, soft_cap)
+
+
+def _targets(vocab_size: int, device: torch.device) -> torch.Tensor:
+    targets = torch.linspace(0, vocab_size - 1, NUM_TOKENS, device=device).round_().long()
+    targets[IGNORED] = -100
+    return targets
+
+
+def _slice(case: _Case) -> _Case:
+    """The case with the first rows of every rank's weight, as many as WEIGHT_ELEMENTS holds, and as much padding."""
+    num_rows, hidden_size = case.weight.shape
+    device = case.weight.device
+    kept = min(num_rows, max(1, WEIGHT_ELEMENTS.get(device.type, WEIGHT_ELEMENTS["cuda"]) // hidden_size))
+    if kept == num_rows:
+        return case
+    ranks = 1 if case.group is None else dist.get_world_size(case.group)
+    vocab_size = max(1, case.vocab_size - ranks * (num_rows - kept))
+    changes = {"weight": case.weight[:kept], "vocab_size": vocab_size, "targets": _targets(vocab_size, device)}
+    return replace(case, **changes)
 
 
 def _raised(case: _Case) -> str | None:
@@ -194,7 +216,7 @@ def _agreed(values: list[float], case: _Case) -> list[float]:
 
 
 def _report(case: _Case, fused: bool, given_up: str | None) -> Report:
-    errors = _errors_of_logits(case) | (_errors_from_hidden(case) if fused else {})
+    errors = _errors_of_logits(case) | (_errors_from_hidden(_slice(case)) if fused else {})
     allowed = OF_LOGITS[case.weight.dtype] | FROM_HIDDEN[case.weight.dtype]
     op = "linear_loss" if fused else "logprob_and_entropy" if case.ref_hidden is None else "logprob_entropy_and_kl"
     path = dispatch.path(case.weight.device, case.weight.dtype).name

@@ -102,6 +102,20 @@ def test_the_reference_passes(fused, with_kl, dtype, sizes, scales):
     assert list(report.errors) == list(report.tolerances) == compared and max(report.errors.values()) > 0
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_large_weight_is_tested_in_part(monkeypatch, whole):
+    monkeypatch.setitem(self_test.WEIGHT_ELEMENTS, "cpu", 16 * (ROWS if whole else 50))
+    seen, real = [], self_test.linear_loss
+
+    def recorded(hidden, weight, targets, *arguments, **options):
+        seen.append((len(weight), options["vocab_size"], targets.max().item()))
+        return real(hidden, weight, targets, *arguments, **options)
+
+    monkeypatch.setattr(self_test, "linear_loss", recorded)
+    self_test.check(**SIZES, dtype=torch.float32, with_kl=True)
+    assert seen == [(ROWS, VOCAB, VOCAB - 1) if whole else (50, 45, 44)]  # five rows of padding either way
+
+
 @PATHS
 def test_right_kernels_are_kept(fused, with_kl, caplog):
     calls = install()
@@ -169,6 +183,9 @@ def _on_two_ranks() -> dict:
 
     for fused, with_kl in MODES:
         note(f"torch {fused} {with_kl}", fused=fused, with_kl=with_kl)
+    self_test.WEIGHT_ELEMENTS["cpu"] = 16 * 20
+    note("torch in part", with_kl=True)
+    self_test.WEIGHT_ELEMENTS["cpu"] = 1 << 24
     install()
     note("right")
     install(not_a_number if on_rank_1 else None)
@@ -198,8 +215,9 @@ def on_two_ranks():
 
 @PATHS
 def test_shards_of_the_reference_pass(on_two_ranks, fused, with_kl):
-    first, second = (of_rank[f"torch {fused} {with_kl}"] for of_rank in on_two_ranks)
-    assert first == second and first[:2] == ("torch", None)
+    for name in (f"torch {fused} {with_kl}", "torch in part"):
+        first, second = (of_rank[name] for of_rank in on_two_ranks)
+        assert first == second and first[:2] == ("torch", None)
 
 
 @pytest.mark.parametrize("name", ["right", "interpreted", "interpreted KL"])
