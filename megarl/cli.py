@@ -1,5 +1,6 @@
 """The commands: train, sft, reward-model, evaluate, judge, explain, make-task."""
 
+import asyncio
 import json
 import os
 import sys
@@ -14,6 +15,7 @@ from rich.table import Table
 
 from megarl import __version__, algorithms, launcher
 from megarl.config import explain as explaining
+from megarl.config.hints import hints
 from megarl.config.load import load
 from megarl.config.root import RewardModelTrainConfig, SFTConfig, TrainConfig
 from megarl.config.summary import batch_table
@@ -75,12 +77,14 @@ def _check_model(path: str, config, transformer_impl: str) -> None:
 
 def _check_models(config: TrainConfig) -> None:
     from megarl.models import hf_files, supported
-    from megarl.training.check import check
+    from megarl.training.check import check, without_effect
 
     model, rollout = config.actor.model, config.rollout
     _check_model(model.path, config, model.transformer_impl)
     needs = algorithms.get(config.algorithm.name).needs(config.algorithm)
     check(config, needs)
+    for line in without_effect(config, needs):
+        _notify(line)
     for path, loaded in [
         (config.ref.model_path, needs.reference),
         (config.critic.model_path, needs.critic),
@@ -88,9 +92,26 @@ def _check_models(config: TrainConfig) -> None:
     ]:
         if path and loaded:
             _check_model(path, config, model.transformer_impl)
+    if config.reward_model.path:
+        hf_files.check_reward_model(config.reward_model.path)
     if not rollout.replay_dir:
         hf = hf_files.load_config(model.path)
         supported.check_engine(hf, rollout.tensor_model_parallel_size, config.max_sequence_length)
+
+
+def _check_rewards(config: TrainConfig) -> None:
+    """Import the reward functions as a run does: in a worker, which may be killed."""
+    from megarl.rewards.workers import RewardWorkers
+
+    async def work() -> None:
+        workers = RewardWorkers(config.reward)
+        try:
+            await workers.start()
+        finally:
+            await workers.close()
+
+    if config.reward.functions:
+        asyncio.run(work())
 
 
 def _run(config, command: str, layers: list[str], quiet: bool, debug: bool, work) -> None:
@@ -122,8 +143,11 @@ def train(layers: Layers, dry_run: DryRun = False, quiet: Quiet = False, debug: 
         _check_output_dir(config)
         _check_models(config)
     if dry_run:
+        _check_rewards(config)
         needs = algorithms.get(config.algorithm.name).needs(config.algorithm)
         _show(config, batch_table(config, needs.critic))
+        for line in hints(config):
+            _notify(line)
         return
 
     def work(config, quiet):

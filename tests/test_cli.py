@@ -206,12 +206,27 @@ def test_dry_run_shows_config_and_table_and_starts_nothing(megarl, task, tmp_pat
     resolved = yaml.safe_load(config)
     assert resolved["actor"]["optim"]["lr"] == 0.5 and resolved["trainer"]["total_steps"] == 1
     assert "optimizer steps in total" in table and "1 trainer rank(s), 1 rollout driver, 1" in table
-    assert err == "note: command line: learning_rate is read as actor.optim.lr\n"
+    notes = err.splitlines()
+    assert notes[0] == "note: command line: learning_rate is read as actor.optim.lr"
+    assert [line.split("=")[0] for line in notes[1:]] == ["note: data.max_response_length", "note: actor.optim.lr"]
     assert not (tmp_path / "run").exists()
 
 
 def test_dry_run_checks_what_a_run_checks(refused):
     assert "/no/such/folder does not exist" in refused("actor.model.path=/no/such/folder", "--dry-run")
+    assert "reward function 'arithmetics' is unknown; known: arithmetic" in refused(
+        "reward.functions=arithmetics", "--dry-run"
+    )
+
+
+def test_a_reward_model_is_a_classifier(refused, task):
+    said = refused(f"reward_model.path={task / 'model'}", "--dry-run")
+    assert "has no score.weight: it is no sequence classifier. `megarl reward-model` makes one" in said
+
+
+def test_a_critic_that_is_not_loaded_is_said(megarl, task, tmp_path):
+    status, _, err = megarl("train", *arguments(task, tmp_path / "run"), "critic.ppo_epochs=2", "--dry-run")
+    assert status == 0 and "note: critic.ppo_epochs: without effect, algorithm.name=grpo has no critic\n" in err
 
 
 def test_explain(megarl):

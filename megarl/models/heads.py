@@ -16,9 +16,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
+from megarl.models.hf_files import SCORE
 from megarl.models.weights import Copy, Vocabulary, WeightTable
-
-SCORE = "score.weight"
 
 
 class ValueHead(torch.nn.Module):

@@ -16,6 +16,7 @@ from megarl import models
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+SCORE = "score.weight"  # of a value head (models/heads.py)
 SIDE_FILES = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json vocab.json merges.txt tokenizer.model "
     "added_tokens.json chat_template.jinja chat_template.json generation_config.json"
@@ -66,6 +67,15 @@ def load_config(path: str) -> PretrainedConfig:
     except (KeyError, ValueError, StrictDataclassError) as error:  # the last: a field of the wrong type
         reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
         raise ValueError(f"config.json of model folder {path} is not right: {reason}") from error
+
+
+def check_reward_model(path: str) -> None:
+    """Raises ValueError for a checkpoint without a score head."""
+    if SCORE not in Checkpoint(path).names:
+        raise ValueError(
+            f"reward model {path} has no {SCORE}: it is no sequence classifier. `megarl reward-model` makes one from a "
+            "causal model"
+        )
 
 
 class Checkpoint:

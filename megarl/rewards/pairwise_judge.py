@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
 from megarl import rewards
 from megarl.rewards.judge import Endpoint, Judge, text_of_prompt
 from megarl.rewards.text import Text, text_of
+from megarl.rewards.worker import Refused, checked, takes
 
 
 async def pairwise_judge(
@@ -38,7 +40,8 @@ async def pairwise_judge(
         template: what the judge is told, with {question}, {first} and {second}; it asks for A, B or TIE.
 
     Raises:
-        CannotScore: neither rule nor url and model, or both.
+        CannotScore: neither rule nor url and model, or both; a rule that does not return one score per completion.
+        ValueError: a score of the rule is no finite number.
         MegarlError: the judge cannot be reached.
     """
     texts = [text_of(completion) for completion in completions]
@@ -46,8 +49,7 @@ async def pairwise_judge(
     if (rule is None) == (url is None or model is None):
         raise rewards.CannotScore("pairwise_judge needs either rule, or url and model (kwargs of the reward function)")
     if rule is not None:
-        scores = rewards.get(SimpleNamespace(name=rule))(completions=completions, prompts=prompts, **columns)
-        values = [one["score"] if isinstance(one, dict) else one for one in scores]
+        values = await _scores(rule, completions=completions, prompts=prompts, **columns)
         first_wins = [0.5 + 0.5 * ((values[a] > values[b]) - (values[a] < values[b])) for a, b in pairs]
         agreed = [(1.0, 1.0)] * len(pairs)
     else:
@@ -59,6 +61,18 @@ async def pairwise_judge(
         first_wins = [verdict.first_wins for verdict in verdicts]
         agreed = [(float(verdict.consistent), float(verdict.understood)) for verdict in verdicts]
     return [_summary(place, pairs, first_wins, agreed) for place in range(len(texts))]
+
+
+async def _scores(rule: str, **arguments: list) -> list[float]:
+    """The rule's score of each completion: what is not one number for each would decide comparisons by chance."""
+    function = rewards.get(SimpleNamespace(name=rule))
+    values = function(**{name: value for name, value in arguments.items() if takes(function, name)})
+    reply = checked(await values if inspect.isawaitable(values) else values, len(arguments["completions"]))
+    if isinstance(reply, Refused):
+        raise rewards.CannotScore(f"pairwise_judge: the rule {rule!r} {reply.message}")
+    if reply.invalid:
+        raise ValueError(f"the rule {rule!r} returned {next(iter(reply.invalid.values()))}")
+    return reply.columns["score"]
 
 
 # One completion alone cannot be compared, and one comparison takes several requests.

@@ -4,6 +4,18 @@ from megarl.algorithms.interface import Needs
 from megarl.config.root import TrainConfig
 
 
+def without_effect(config: TrainConfig, needs: Needs) -> list[str]:
+    """A line for each section that was set for a model that the algorithm does not load."""
+    name = config.algorithm.name
+    found = []
+    if not needs.critic and config.critic.model_fields_set:
+        given = ", ".join(f"critic.{key}" for key in sorted(config.critic.model_fields_set))
+        found.append(f"{given}: without effect, algorithm.name={name} has no critic")
+    if not needs.reference and config.ref.model_path:
+        found.append(f"ref.model_path={config.ref.model_path}: without effect, no KL asks for a reference")
+    return found
+
+
 def check(config: TrainConfig, needs: Needs) -> None:
     """Refuse, before any process is started, what the update could not do.
 

@@ -68,7 +68,7 @@ class MegatronModel:
         module = build.build(self.hf, model, layout, value_head)
         if value_head:
             table = heads.value_table(models.get(self.hf.model_type).weight_table(self.hf))
-            self.sharded = files.load(module, model.path, layout, table, {heads.SCORE: (1, self.hf.hidden_size)})
+            self.sharded = files.load(module, model.path, layout, table, {hf_files.SCORE: (1, self.hf.hidden_size)})
         else:
             self.sharded = files.load(module, model.path, layout)
         self._config_changes = heads.value_config(self.hf) if value_head else {}

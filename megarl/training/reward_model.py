@@ -8,7 +8,7 @@ import torch
 from megarl.config.model import ModelConfig, OptimConfig
 from megarl.data import batch as batches
 from megarl.data.tokenizer import load_tokenizer
-from megarl.models import heads, hf_files
+from megarl.models import hf_files
 from megarl.parallel.layout import Layout
 from megarl.rewards.templates import reward_model_ids
 from megarl.training.distribute import distribute
@@ -29,11 +29,8 @@ class RewardModel(MegatronModel):
         Raises:
             ValueError: also where the checkpoint has no `score.weight`, and there is no optimizer to learn one.
         """
-        if optim is None and heads.SCORE not in hf_files.Checkpoint(model.path).names:
-            raise ValueError(
-                f"reward model {model.path} has no {heads.SCORE}: it is no sequence classifier. `megarl reward-model` "
-                "makes one from a causal model"
-            )
+        if optim is None:
+            hf_files.check_reward_model(model.path)
         super().__init__(model, layout, optim, optimizer_steps, value_head=True)
 
     def scores(self, batch: Batch, max_tokens: int) -> torch.Tensor:

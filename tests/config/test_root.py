@@ -4,7 +4,7 @@ import pytest
 
 from megarl import algorithms
 from megarl.config.root import RewardModelTrainConfig
-from megarl.training.check import check
+from megarl.training.check import check, without_effect
 
 PREFERENCES = {
     "trainer": {"output_dir": "out", "total_steps": 1, "n_gpus_per_node": 2},
@@ -91,3 +91,14 @@ def test_preferences(changes, message):
     assert RewardModelTrainConfig.model_validate(PREFERENCES).world_size == 2
     with pytest.raises(ValueError, match=message):
         RewardModelTrainConfig.model_validate(PREFERENCES | changes)
+
+
+def test_settings_of_models_that_are_not_loaded_are_named(tiny_config):
+    changes = {"critic": {"ppo_epochs": 2, "cliprange_value": 0.2}, "ref": {"model_path": "r"}}
+    config, needs = with_algorithm(tiny_config, changes, name="grpo"), algorithms.get("grpo").needs
+    critic, reference = without_effect(config, needs(config.algorithm))
+    assert critic.startswith("critic.cliprange_value, critic.ppo_epochs: without effect, algorithm.name=grpo has no")
+    assert reference.startswith("ref.model_path=r: without effect")
+    assert without_effect(with_algorithm(tiny_config, {"critic": {}}, name="grpo"), needs(config.algorithm)) == []
+    ppo = with_algorithm(tiny_config, changes, name="ppo", use_kl_in_reward=True)
+    assert without_effect(ppo, algorithms.get("ppo").needs(ppo.algorithm)) == []

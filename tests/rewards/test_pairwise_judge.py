@@ -43,6 +43,35 @@ def test_a_rule_reward_as_offline_judge():
     assert [one["score"] for one in tied] == [0.5, 0.5]
 
 
+RULES = """
+async def awaited(completions, **columns):
+    return [{"score": len(text), "letters": 1.0} for text in completions]
+
+def bare(completions):
+    return [-len(text) for text in completions]
+
+def nan_for_b(completions):
+    return [float("nan") if text == "b" else 1.0 for text in completions]
+
+def one_for_all(completions):
+    return [1.0]
+"""
+
+
+def test_a_rule_of_ones_own(tmp_path):
+    (tmp_path / "rules.py").write_text(RULES)
+
+    def scores(rule):
+        kwargs = {"rule": f"{tmp_path}/rules.py:{rule}", "finish_reason": ["stop"] * 2}
+        return [one["score"] for one in asyncio.run(pairwise_judge(["aa", "b"], ["q"] * 2, **kwargs))]
+
+    assert scores("awaited") == [1.0, 0.0] and scores("bare") == [0.0, 1.0]
+    with pytest.raises(ValueError, match="returned score=nan, which is not a finite number"):
+        scores("nan_for_b")
+    with pytest.raises(CannotScore, match="one_for_all' returned 1 values for 2 completions"):
+        scores("one_for_all")
+
+
 def test_wrong_settings():
     for kwargs in [{}, {"url": "http://x/v1"}, {"rule": "exact_match", "url": "http://x/v1", "model": "m"}]:
         with pytest.raises(CannotScore, match="needs either rule, or url and model"):
