@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.csrc import compile, cuda_library
+from tests.csrc import registers
 
 ROOT = Path(__file__).parents[2]
 CUOBJDUMP = Path(find_spec("triton").origin).parent / "backends/nvidia/bin/cuobjdump"
@@ -42,17 +43,14 @@ def kernel_of(line: str) -> str:
     return f"{name}<{TYPES[dtype]}{', cap' if cap == '1' else ''}>"
 
 
-def assert_no_kernel_spills(report: str, record_property) -> None:
+def assert_no_kernel_spills(op: str, report: str) -> None:
     """Two blocks of 512 threads fit into the 65,536 registers of a multiprocessor, for sm_80 and sm_90."""
-    pattern = r"Compiling entry function '(\w+)' for '(sm_\w+)'(.*?)Used (\d+) registers"
-    found = re.findall(pattern, report, flags=re.DOTALL)
-    assert {(kernel_of(name), device) for name, device, *_ in found} == {
-        (kernel, device) for kernel in ALL_KERNELS for device in ("sm_80", "sm_90")
-    }
-    for name, device, said, registers in found:
-        record_property(f"{kernel_of(name)} {device}", f"{registers} registers")
-        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in said
-        assert int(registers) <= 64
+    found = {f"{kernel_of(name)} {device}": counts for name, device, counts in registers.said_by_ptxas(report)}
+    assert found.keys() == {f"{kernel} {device}" for kernel in ALL_KERNELS for device in ("sm_80", "sm_90")}
+    for kernel, counts in found.items():
+        assert counts["spilled_bytes"] == 0 and counts["registers"] <= 64, kernel
+    version = subprocess.run([compile.find_nvcc(), "--version"], check=True, capture_output=True, text=True).stdout
+    registers.assert_recorded(f"{op}.cu", re.search(r"V[\d.]+", version)[0].replace("V", "nvcc "), found)
 
 
 def assert_moves_of_16_bytes(library: Path, loads: int, stores: int) -> None:

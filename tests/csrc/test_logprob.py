@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from megarl.ops import dispatch
 from megarl.ops import logprob as ops
 from tests.csrc import logprob_cases as cases
-from tests.csrc.cuda_build import CUOBJDUMP, ROOT
+from tests.csrc import registers
+from tests.csrc.cuda_build import ROOT
 
 # Kernels and reference add the same fp32 numbers in another order; gradients are then rounded to the logits' type, and
 # the interpreter's cast to bf16 cuts off where hardware rounds: one unit in the last place.
@@ -84,12 +85,10 @@ def test_the_public_op_reaches_the_kernels(monkeypatch, built):
 
 @pytest.mark.parametrize("pointer", ["*fp32", "*bf16", "*fp16"])
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-def test_kernels_compile_for_hopper(pointer, tmp_path, monkeypatch, record_property):
-    """Down to the machine code of sm_90, which needs no GPU, and all in registers."""
+def test_kernels_compile_for_hopper_and_do_not_spill(pointer, tmp_path, monkeypatch):
+    """Down to the machine code of sm_90, which needs no GPU; registers and spills as ptxas reports them."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     from megarl.csrc import logprob as kernels
 
@@ -99,19 +98,15 @@ def test_kernels_compile_for_hopper(pointer, tmp_path, monkeypatch, record_prope
     backward = dict(out=pointer, logits=pointer, targets="*i64", **rows, out_stride="i32", width="i32", **counts)
     backward["inverse_temperature"] = "fp32"
     everything = {"HAS_GRAD_LOGPROB": True, "HAS_GRAD_ENTROPY": True, "HAS_CAP": True}
-    for kernel, types, constants in [
-        (kernels.statistics_kernel, statistics, {"BLOCK": 8192, "HAS_CAP": True}),
-        (kernels.backward_kernel, backward, {"BLOCK": 4096, **everything}),
-    ]:
-        signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16})
-        assert ".target sm_90" in compiled.asm["ptx"]
-        cubin = tmp_path / "kernel.cubin"
-        cubin.write_bytes(compiled.asm["cubin"])
-        usage = subprocess.run([CUOBJDUMP, "-res-usage", cubin], check=True, capture_output=True, text=True).stdout
-        record_property(kernel.__name__, usage.strip().splitlines()[-1].strip())
-        assert "STACK:0 " in usage and "LOCAL:0 " in usage
+    found = {
+        f"{kernel.__name__} {pointer[1:]}": registers.of_triton(kernel, types, constants, tmp_path)
+        for kernel, types, constants in [
+            (kernels.statistics_kernel, statistics, {"BLOCK": 8192, "HAS_CAP": True}),
+            (kernels.backward_kernel, backward, {"BLOCK": 4096, **everything}),
+        ]
+    }
+    assert all(counts["spilled_bytes"] == 0 for counts in found.values()), found
+    registers.assert_recorded("logprob.py", f"triton {triton.__version__}, sm_90", found)
 
 
 @pytest.mark.parametrize("triton", ["installed", "missing"])

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from megarl.ops import logprob_kl as ops
 from tests.csrc import logprob_kl_cases as cases
+from tests.csrc import registers
 
 # The interpreter's cast to bf16 cuts off where hardware rounds: one unit in the last place.
 GRAD_TOLERANCE = {"fp32": 4e-6, "bf16": 2.0**-7, "fp16": 2.0**-10}
@@ -59,28 +60,20 @@ def test_kernels_on_a_gpu_are_the_reference(reference):
 
 @pytest.mark.parametrize("pointer", ["*fp32", "*bf16", "*fp16"])
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-def test_kernels_compile_for_hopper_and_do_not_spill(pointer, tmp_path, monkeypatch, record_property):
+def test_kernels_compile_for_hopper_and_do_not_spill(pointer, tmp_path, monkeypatch):
     """Down to the machine code of sm_90, which needs no GPU; registers and spills as ptxas reports them."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.compiler import get_ptxas
-    from triton.compiler import ASTSource
 
     from megarl.csrc import logprob_kl as kernels
 
     floats = dict.fromkeys(("scale", "soft_cap", "inverse_temperature"), "fp32")
     tensors = dict.fromkeys(("logits", "ref_logits", "out"), pointer) | {"targets": "*i64"}
     types = floats | tensors | dict.fromkeys(("statistics", "merged", "upstream"), "*fp32")
+    constants = {"HAS_CAP": True, "BLOCK": 4096}
+    found = {}
     for kernel in (kernels.statistics_kernel, kernels.backward_kernel):
-        constants = {"HAS_CAP": True, "BLOCK": 4096}
-        signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16})
-        assert ".target sm_90" in compiled.asm["ptx"] and compiled.asm["cubin"]
-        ptx = tmp_path / f"{kernel.__name__}.ptx"
-        ptx.write_text(compiled.asm["ptx"])
-        ptxas = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(ptx), "-o", str(ptx.with_suffix(".cubin"))]
-        report = subprocess.run(ptxas, capture_output=True, text=True, check=True, timeout=60).stderr
-        record_property(f"{kernel.__name__} {pointer}", report)
-        assert "0 bytes spill stores, 0 bytes spill loads" in report, report
+        of_kernel = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
+        found[f"{kernel.__name__} {pointer[1:]}"] = registers.of_triton(kernel, of_kernel, constants, tmp_path)
+    assert all(counts["spilled_bytes"] == 0 for counts in found.values()), found
+    registers.assert_recorded("logprob_kl.py", f"triton {triton.__version__}, sm_90", found)

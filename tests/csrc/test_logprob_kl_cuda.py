@@ -24,8 +24,8 @@ def compiled(tmp_path_factory) -> tuple[Path, str]:
 
 
 @needs_nvcc
-def test_no_kernel_spills(compiled, record_property):
-    cuda_build.assert_no_kernel_spills(compiled[1], record_property)
+def test_no_kernel_spills(compiled):
+    cuda_build.assert_no_kernel_spills("logprob_kl", compiled[1])
 
 
 @needs_nvcc
