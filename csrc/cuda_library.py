@@ -1,6 +1,7 @@
 """Libraries that setup.py builds of csrc/*.cu: plain C functions on addresses, called through ctypes."""
 
 import ctypes
+import logging
 from pathlib import Path
 
 import torch
@@ -8,6 +9,8 @@ import torch
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ADDRESS, INT, LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 SCALES = [ctypes.c_double, ctypes.c_double, ADDRESS]  # temperature, soft-cap, stream
+
+log = logging.getLogger(__name__)
 
 Signatures = dict[str, list[type]]
 
@@ -22,10 +25,15 @@ def bind(path: Path, signatures: Signatures) -> ctypes.CDLL:
 
 
 def load(path: Path, signatures: Signatures) -> ctypes.CDLL | None:
-    """The built library; None where there is none, or the GPU is older than what it is built for."""
+    """The built library; None where there is none, the GPU is older than sm_80, or, with a warning, it is of other
+    sources or another CUDA."""
     if not path.exists() or torch.cuda.get_device_capability() < (8, 0):
         return None
-    return bind(path, signatures)
+    try:
+        return bind(path, signatures)
+    except (OSError, AttributeError) as error:  # Triton computes the same
+        log.warning("%s cannot be used (%s): build it again, `pip install --no-build-isolation -e .`", path, error)
+        return None
 
 
 def launch(library: ctypes.CDLL, name: str, device: torch.device, *arguments) -> None:

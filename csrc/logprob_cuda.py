@@ -21,7 +21,7 @@ _SIGNATURES = {
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The built library; None where there is none, or the GPU is older than what it is built for."""
+    """The built library, or None; see cuda_library.load."""
     return cuda_library.load(LIBRARY, _SIGNATURES)
 
 

@@ -40,6 +40,7 @@ from megarl.ops.logprob import (
     _all_gather,
     _dense,
     backward_into,
+    check_dtype,
     check_scales,
     local_statistics,
     merge_statistics,
@@ -137,9 +138,9 @@ def linear_loss(
 ) -> tuple[torch.Tensor, ...]:
     """Sum of a loss over tokens, with its gradient already taken in the forward.
 
-    token_loss: called for every chunk with (log-prob [n], entropy [n], their places among the N tokens [n] int64, and
-        with a reference the KL [n]); returns the weighted losses [n], each of its own token only, the same on every
-        rank.
+    token_loss: called for every chunk (once, without gradient) with (log-prob [n], entropy [n], their places among the
+        N tokens [n] int64, and with a reference the KL [n]); returns the weighted losses [n], each of its own token
+        only, the same on every rank. Parameters of its own would get no gradient.
     gradient_scale: what the backward's upstream gradient will be, a number or a scalar tensor (a loss scale): dweight
         is added up before that gradient is known. Any other is refused.
     The other arguments are linear_logprob's.
@@ -161,13 +162,17 @@ def linear_loss(
         values = _LinearLogprob.apply(hidden.detach(), weight.detach(), targets, *_frozen(reference), head)
         kept = _kept(targets)
         logprob, entropy, *kl = (value[kept] for value in values)
-        return token_loss(logprob, entropy, kept, *kl).sum(), *values
+        losses = token_loss(logprob, entropy, kept, *kl)
+        _check_losses(losses, logprob)
+        return losses.sum(), *values
     if torch._C._current_graph_task_id() != -1:
         raise ValueError(
             "linear_loss was called inside a backward, as activation recomputation does; its weight gradient would be "
             "added twice. Leave the output layer out of the recomputed part"
         )
     scale = torch.as_tensor(gradient_scale, dtype=_statistics_dtype(hidden), device=hidden.device)
+    if scale.dim():
+        raise ValueError(f"gradient_scale {tuple(scale.shape)} must be a number or a scalar tensor")
     return _LinearLoss.apply(hidden, weight, targets, *_frozen(reference), token_loss, scale, head)
 
 
@@ -181,8 +186,9 @@ class _LinearLogprob(torch.autograd.Function):
         for rows, *logits in _chunks_of_logits(all_hidden, weight, *frozen, head):
             of_rows, values_of_rows = _statistics(*logits, targets[kept[rows]], head)
             merged[:, rows], values[:, rows] = of_rows, torch.stack(values_of_rows)
-        ctx.save_for_backward(hidden, weight, targets, ref_hidden, ref_weight, kept, merged)
-        ctx.head = head
+        ctx.save_for_backward(hidden, targets, ref_hidden, ref_weight, kept, merged)
+        # Not saved: where a hook gives another tensor back (save_on_cpu), its main_grad would be missing.
+        ctx.weight, ctx.head = weight, head
         ctx.set_materialize_grads(False)
         return tuple(_spread(of_kept, kept, targets) for of_kept in values)
 
@@ -191,8 +197,8 @@ class _LinearLogprob(torch.autograd.Function):
     def backward(ctx, *upstream):
         if all(grad is None for grad in upstream):
             return (None,) * 6
-        hidden, weight, targets, ref_hidden, ref_weight, kept, merged = ctx.saved_tensors
-        head, needs_hidden, needs_weight = ctx.head, *ctx.needs_input_grad[:2]
+        hidden, targets, ref_hidden, ref_weight, kept, merged = ctx.saved_tensors
+        weight, head, needs_hidden, needs_weight = ctx.weight, ctx.head, *ctx.needs_input_grad[:2]
         all_hidden = _all_hidden(hidden, head)
         num_tokens = len(all_hidden)
         all_hidden = _take(all_hidden, kept, targets)
@@ -328,12 +334,13 @@ def _head(
         )
     if reference is not None:
         logprob_kl.check_reference(reference, num_tokens, len(weight))
+    check_dtype("hidden and weight", hidden)
     check_scales(temperature, soft_cap)
+    first, num_valid = own_columns(weight.shape[0], group, vocab_size)
     if chunk_tokens is None:
         chunk_tokens = logprob_kl.chunk_tokens(CHUNK_BYTES, weight, *([] if reference is None else [reference[1]]))
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens {chunk_tokens} must be at least 1")
-    first, num_valid = own_columns(weight.shape[0], group, vocab_size)
+    if not isinstance(chunk_tokens, int) or chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens {chunk_tokens} must be a number of tokens, at least 1")
     columns = (float(temperature), soft_cap, first, num_valid)
     return _Head(group, *columns, sequence_parallel, chunk_tokens, reference is not None)
 
@@ -411,14 +418,18 @@ def _slopes(token_loss: TokenLoss, values, rows, scale) -> tuple[torch.Tensor, l
         values = [value.detach().requires_grad_() for value in values]
         logprob, entropy, *kl = values
         losses = token_loss(logprob, entropy, rows, *kl)
-        if losses.shape != logprob.shape:
-            raise ValueError(
-                f"token_loss returned {tuple(losses.shape)}; it must return one loss for each of {len(rows)}"
-            )
+        _check_losses(losses, logprob)
         if not losses.requires_grad:
             return losses, [None] * len(values)
         slopes = torch.autograd.grad(losses, values, scale.to(losses.dtype).expand_as(losses), allow_unused=True)
     return losses.detach(), [None if slope is None else _dense(slope.to(logprob.dtype)) for slope in slopes]
+
+
+def _check_losses(losses: torch.Tensor, logprob: torch.Tensor) -> None:
+    if losses.shape != logprob.shape:
+        raise ValueError(
+            f"token_loss returned {tuple(losses.shape)}; it must return one loss for each of {len(logprob)}"
+        )
 
 
 def _statistics_dtype(hidden: torch.Tensor) -> torch.dtype:
@@ -436,6 +447,8 @@ def _accumulator(weight: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(weight, dtype=_statistics_dtype(weight), memory_format=torch.contiguous_format)
     if main_grad.dtype != torch.float32:
         raise ValueError(f"main_grad of {main_grad.dtype} must be float32: set grad_reduce_in_fp32=True")
+    if main_grad.shape != weight.shape:
+        raise ValueError(f"main_grad {tuple(main_grad.shape)} must have the weight's shape {tuple(weight.shape)}")
     return main_grad
 
 

@@ -20,11 +20,11 @@ holds its own columns, and the upstream gradients are the same on every rank. Ev
 and only then divided by the temperature, so that large logits cost no digits.
 
 Passes and bytes per element of [N, V], in bf16: the forward reads the logits once (2 bytes), the backward reads them
-and writes their gradient (4 bytes): 6 V_local bytes per token, and none for a token without a target. Statistics are
-fp32 (fp64 for fp64 logits). The torch reference below works on chunks of tokens in two buffers that it reuses, of
-CHUNK_ELEMENTS fp32 elements each (one row, where a row is longer), whatever N is.
+and writes their gradient (4 bytes): 6 V_local bytes per token, and of a token without a target only the zeros of its
+gradient (2). Statistics are fp32 (fp64 for fp64 logits). The torch reference below works on chunks of tokens in two
+buffers that it reuses, of CHUNK_ELEMENTS fp32 elements each (one row, where a row is longer), whatever N is.
 
-Every call with a group sends 16 N bytes per rank in one message (also greedy_match, whose two rows are fp64).
+Every call with a group sends 16 N bytes per rank in one message (greedy_match too: its two rows are fp64).
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ CHUNK_ELEMENTS = 1 << 18
 _LOWEST_SHIFT = -1e4
 
 _LN_2 = math.log(2)
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def logprob_and_entropy(
@@ -67,7 +69,7 @@ def logprob_and_entropy(
     inplace_backward: let the backward write the gradient over the logits. For a caller that knows that nobody else
         needs them afterwards; a second backward through the same logits is then refused by autograd.
     soft_cap: replaces the logits by soft_cap * tanh(logits / soft_cap) before the temperature (Gemma 2,
-        https://arxiv.org/abs/2408.00118, section 2), > 0.
+        https://arxiv.org/abs/2408.00118, section 2), > 0. A logit of -inf then becomes -soft_cap and counts.
 
     Returns (logprob [N], entropy [N], in nats), fp32 (fp64 for fp64 logits), bitwise the same on every rank. A target
     outside the valid columns has log-prob -inf; a row with no finite logit anywhere is NaN.
@@ -234,8 +236,14 @@ def check_scales(temperature: float, soft_cap: float | None) -> None:
     """ValueError where logits cannot be scaled like that."""
     if not temperature > 0:
         raise ValueError(f"temperature {temperature} must be > 0; for greedy decoding compare with greedy_match")
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap {soft_cap} must be > 0, or None for logits without a cap")
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
+        raise ValueError(f"soft_cap {soft_cap} must be > 0 and finite, or None for logits without a cap")
+
+
+def check_dtype(name: str, values: torch.Tensor) -> None:
+    """ValueError where there are no statistics of such values."""
+    if values.dtype not in DTYPES:
+        raise ValueError(f"{name} of {values.dtype} must be bfloat16, float16, float32 or float64")
 
 
 def own_columns(width: int, group: dist.ProcessGroup | None, vocab_size: int | None) -> tuple[int, int]:
@@ -243,7 +251,7 @@ def own_columns(width: int, group: dist.ProcessGroup | None, vocab_size: int | N
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     if vocab_size is None:
         vocab_size = ranks * width
-    if not 0 < vocab_size <= ranks * width:
+    if not isinstance(vocab_size, int) or not 0 < vocab_size <= ranks * width:
         raise ValueError(
             f"vocab_size {vocab_size} must lie in 1..{ranks * width}: {ranks} ranks hold {width} columns each"
         )
@@ -258,8 +266,7 @@ def _check(logits, targets, group, vocab_size) -> tuple[int, int]:
             f"logits {tuple(logits.shape)} and targets {tuple(targets.shape)} {targets.dtype} must be [N, V_local] and "
             "[N] int64; flatten the batch dimensions"
         )
-    if not logits.is_floating_point():
-        raise ValueError(f"logits of {logits.dtype} must be bfloat16, float16, float32 or float64")
+    check_dtype("logits", logits)
     return own_columns(logits.shape[1], group, vocab_size)
 
 
@@ -280,17 +287,6 @@ def _chunks(logits: torch.Tensor) -> list[slice]:
     num_tokens, width = logits.shape
     rows = max(1, CHUNK_ELEMENTS // width)
     return [slice(start, start + rows) for start in range(0, num_tokens, rows)]
-
-
-def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    z = logits.to(_statistics_dtype(logits.dtype))
-    return z if temperature == 1.0 else z / temperature
-
-
-def _shifted(z: torch.Tensor, origin: torch.Tensor) -> torch.Tensor:
-    """A new tensor z - origin, with -inf (a masked column) raised to a shift whose exponential is 0."""
-    origin = origin.clamp(min=torch.finfo(origin.dtype).min)
-    return (z - origin[:, None]).clamp_(min=_LOWEST_SHIFT)
 
 
 def _chunks_of_tokens(logits: torch.Tensor, targets: torch.Tensor, num_valid: int):

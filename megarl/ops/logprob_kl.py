@@ -19,7 +19,7 @@ The reference's logits are given, or made of its hidden states and weight a chun
 and again in the backward: a matrix product (2 N V_local K FLOP) for each, and nothing of [N, V_local] is stored.
 
 Bytes per element of [N, V] in bf16: 4 forward, 10 forward and backward. A column that the reference masks (-inf) and
-the policy does not has an infinite KL; it comes out as 1e30 times its probability.
+the policy does not has an infinite KL; it comes out as about 1e30 times its probability.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from megarl.ops.logprob import (
     _own_column,
     _shift_to_base_2,
     _statistics_dtype,
+    check_dtype,
     check_scales,
     merge_statistics,
 )
@@ -78,11 +79,12 @@ def logprob_entropy_and_kl(
         check_reference(reference, *logits.shape)
         ref_logits, ref_hidden, ref_weight = None, *(tensor.detach() for tensor in reference)
     else:
-        if reference.shape != logits.shape or not reference.is_floating_point():
+        if not isinstance(reference, torch.Tensor) or reference.shape != logits.shape:
+            given = tuple(reference.shape) if isinstance(reference, torch.Tensor) else reference
             raise ValueError(
-                f"the reference's logits {tuple(reference.shape)} {reference.dtype} must be {tuple(logits.shape)} of a "
-                "floating type"
+                f"reference {given} must be logits {tuple(logits.shape)}, or a tuple of hidden states and weight"
             )
+        check_dtype("the reference's logits", reference)
         ref_logits, ref_hidden, ref_weight = reference.detach(), None, None
     columns = (float(temperature), soft_cap, first, num_valid)
     return _LogprobEntropyAndKL.apply(
@@ -92,6 +94,8 @@ def logprob_entropy_and_kl(
 
 def check_reference(reference: Reference, num_tokens: int, width: int) -> None:
     """ValueError where a reference's hidden states and weight do not make logits [num_tokens, width]."""
+    if not isinstance(reference, tuple) or len(reference) != 2:
+        raise ValueError(f"reference {type(reference).__name__} must be a tuple of hidden states and weight")
     hidden, weight = reference
     if hidden.shape != (num_tokens, weight.shape[-1]) or weight.shape[:-1] != (width,) or hidden.dtype != weight.dtype:
         raise ValueError(

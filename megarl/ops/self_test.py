@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import MegarlError
-from megarl.ops import dispatch, logprob, logprob_kl
+from megarl.ops import dispatch, linear_logprob, logprob, logprob_kl
 from megarl.ops.linear_logprob import linear_loss
 from megarl.ops.logprob import _all_gather, check_scales, logprob_and_entropy, own_columns
 from megarl.ops.logprob_kl import logprob_entropy_and_kl
@@ -107,7 +107,7 @@ def check(
     scales = (float(temperature), soft_cap)
     case = _case(hidden_size, vocab_size, rows_local, dtype, group, torch.device(device), with_kl, *scales)
     on_kernels = dispatch.path(case.weight.device, dtype) is not dispatch.TORCH
-    raised = _raised(case) if on_kernels else None
+    raised = _raised(case, fused) if on_kernels else None
     on_kernels, somebody_raised = _agreed([on_kernels, raised is not None], case)
     given_up = None
     if somebody_raised:
@@ -188,7 +188,7 @@ def _slice(case: _Case) -> _Case:
     return replace(case, **changes)
 
 
-def _raised(case: _Case) -> str | None:
+def _raised(case: _Case, fused: bool) -> str | None:
     """What this rank's kernels raise, launched without a collective, in which the others would wait for ever."""
     columns = (case.temperature, case.soft_cap, *own_columns(len(case.weight), case.group, case.vocab_size))
     logits, targets, upstream = case.hidden @ case.weight.T, case.targets, case.upstream
@@ -202,6 +202,10 @@ def _raised(case: _Case) -> str | None:
             packed = logprob_kl.local_statistics(logits, ref_logits, targets, *columns)
             merged, _ = logprob_kl.merge(packed[None], targets, case.temperature)
             logprob_kl.backward_into(logits, logits, ref_logits, targets, merged, upstream, *columns)
+        if fused:
+            weight = _slice(case).weight
+            out, grad_logits = torch.zeros_like(weight, dtype=torch.float32), logits[:, : len(weight)].contiguous()
+            linear_logprob.add_weight_gradient(out, grad_logits, case.hidden)
     except Exception as error:  # whatever a launch or a compiler finds: the reference does without them
         return f"{type(error).__name__}: {error}"
     return None

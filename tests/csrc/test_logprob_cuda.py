@@ -39,6 +39,20 @@ def test_the_compiled_library_has_the_functions_that_are_called(compiled):
     assert cuda_build.exported(compiled[0]) == set(logprob_cuda._SIGNATURES)
 
 
+@needs_nvcc
+def test_a_library_of_other_sources_is_not_used(compiled, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert cuda_library.load(tmp_path / "none.so", {}) is None and not caplog.records
+    broken = tmp_path / "libbroken.so"
+    broken.write_bytes(b"not an ELF file")
+    stale = cuda_build.as_cpp("logprob", tmp_path, {})._name
+    for path in (broken, Path(stale)):
+        assert cuda_library.load(path, {"megarl_of_tomorrow": []}) is None
+        assert f"{path} cannot be used" in caplog.messages[-1] and "build it again" in caplog.messages[-1]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert cuda_library.load(broken, {}) is None and len(caplog.messages) == 2
+
+
 def test_architectures():
     assert compile.architectures() == ["80", "90"]
     assert compile.architectures("8.6;9.0a+PTX 10.0 Hopper") == ["80", "86", "90", "90a", "100"]

@@ -314,7 +314,13 @@ def test_tiles_of_the_weight_gradient_do_not_show(monkeypatch):
         ({"temperature": -1.0}, "temperature -1.0 must be > 0"),
         ({"soft_cap": 0.0}, "soft_cap 0.0 must be > 0"),
         ({"vocab_size": VOCAB + 1}, "vocab_size 38 must lie in"),
-        ({"chunk_tokens": 0}, "chunk_tokens 0 must be at least 1"),
+        ({"soft_cap": float("inf")}, "soft_cap inf must be > 0 and finite"),
+        ({"vocab_size": 9.5}, "vocab_size 9.5 must lie in"),
+        ({"weight": torch.zeros(0, HIDDEN)}, "vocab_size 0 must lie in"),
+        ({"chunk_tokens": 0}, "chunk_tokens 0 must be a number of tokens, at least 1"),
+        ({"chunk_tokens": 2.5}, "chunk_tokens 2.5 must be a number of tokens"),
+        ({"gradient_scale": torch.ones(2)}, r"gradient_scale \(2,\) must be a number"),
+        ({"reference": [1, 2]}, "reference list must be a tuple"),
         ({"token_loss": lambda logprob, entropy, places: logprob.sum()}, "one loss for each of 16"),
     ],
 )
@@ -323,6 +329,41 @@ def test_wrong_arguments_are_named(change, message):
     inputs = {"hidden": hidden.requires_grad_(), "weight": weight, "targets": targets, "token_loss": clipped}
     with pytest.raises(ValueError, match=message):
         ops.linear_loss(**(inputs | change))
+
+
+@MODES
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float8_e4m3fn])
+def test_a_type_without_statistics_is_refused(function, dtype):
+    hidden, weight, targets = case()
+    with pytest.raises(ValueError, match="must be bfloat16, float16, float32 or float64"):
+        function(hidden.to(dtype), weight.to(dtype), targets, clipped)
+
+
+def test_losses_without_gradient_are_checked_too():
+    with torch.no_grad(), pytest.raises(ValueError, match="one loss for each of 16"):
+        ops.linear_loss(*case(), lambda logprob, entropy, places: logprob.sum())
+
+
+@MODES
+def test_main_grad_must_have_the_weights_shape(function):
+    hidden, weight, targets = case()
+    weight = parameter(weight)
+    weight.main_grad = weight.main_grad[:-1].clone()
+    with pytest.raises(ValueError, match=r"main_grad \(36, .* must have the weight's shape \(37, "):
+        function(hidden, weight, targets, clipped)[0].backward()
+
+
+@MODES
+def test_saved_tensors_that_come_back_as_others_lose_no_gradient(function):
+    hidden, weight, targets = case()
+    weight = parameter(weight)
+    hidden.requires_grad_()
+    function(hidden, weight, targets, clipped)[0].backward()
+    once = weight.main_grad - 0.25
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        function(hidden, weight, targets, clipped)[0].backward()
+    assert once.any()
+    torch.testing.assert_close(weight.main_grad, 0.25 + 2 * once)
 
 
 REF_HIDDEN = 8

@@ -267,6 +267,7 @@ def test_the_inner_ops_are_well_formed():
         ({"targets": torch.zeros(3, dtype=torch.int32)}, "int64"),
         ({"targets": torch.zeros(4, dtype=torch.int64)}, r"\[N, V_local\]"),
         ({"logits": torch.zeros(3, 12, dtype=torch.int64)}, "must be bfloat16"),
+        ({"logits": torch.zeros(3, 12).to(torch.float8_e4m3fn)}, "must be bfloat16"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):

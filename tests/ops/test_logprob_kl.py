@@ -191,7 +191,10 @@ def zeros(*shape):
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
-        (zeros(3, 11), r"logits \(3, 11\) torch.float32 must be \(3, 12\)"),
+        (zeros(3, 11), r"reference \(3, 11\) must be logits \(3, 12\)"),
+        (None, r"reference None must be logits \(3, 12\), or a tuple"),
+        (torch.zeros(3, 12, dtype=torch.int64), "the reference's logits of torch.int64 must be bfloat16"),
+        ((zeros(3, 8),), "must be a tuple of hidden states and weight"),
         ((zeros(3, 8), zeros(11, 8)), r"must be \[3, K\] and \[12, K\] of one type"),
         ((zeros(2, 8), zeros(12, 8)), r"hidden states \(2, 8\)"),
         ((zeros(3, 7), zeros(12, 8)), r"weight \(12, 8\)"),

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import MegarlError
-from megarl.ops import dispatch, logprob, logprob_kl, self_test
+from megarl.ops import dispatch, linear_logprob, logprob, logprob_kl, self_test
 from tests.parallel_utils import run_ranks
 
 VOCAB, ROWS = 131, 136  # five rows are padding
@@ -138,6 +138,23 @@ def test_wrong_kernels_are_given_up_aloud(fused, with_kl, change, name, caplog):
         assert "RuntimeError: no kernel image is available" in said
     else:
         assert f"{OPS[fused, with_kl]} by Triton is not fp64's: its " in said and "allowed are " in said
+
+
+@pytest.mark.parametrize("with_kl", [False, True])
+def test_a_weight_gradient_that_cannot_be_launched_is_given_up(monkeypatch, with_kl, caplog):
+    real = linear_logprob.add_weight_gradient
+
+    def unsupported(*arguments):
+        if not dispatch.is_refused():
+            raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+        return real(*arguments)
+
+    install()
+    monkeypatch.setattr(linear_logprob, "add_weight_gradient", unsupported)
+    report = self_test.check(**SIZES, dtype=torch.bfloat16, with_kl=with_kl)
+    assert (
+        report.path == "torch" and "CUBLAS_STATUS_NOT_SUPPORTED" in report.given_up and report.given_up in caplog.text
+    )
 
 
 def test_a_wrong_reference_is_an_error(monkeypatch):
