@@ -8,7 +8,8 @@ Every arm finds its gradient buffers allocated and adds to them: hidden.grad and
 "megarl, loss inside" is linear_loss (three products), "megarl" linear_logprob (four), "megarl, logits" the output layer
 and then ops/logprob.py with the gradient over the logits (three, with all logits in memory). Arms that take logits get
 them from the same product. Modes with the exact KL are given the reference's hidden states and weight: megarl makes
-its logits a chunk at a time, log_softmax all of them. See logprob_measured.py for the clocks.
+its logits a chunk at a time, log_softmax all of them. Liger's cross entropy and GRPO are losses of their own over
+log-probs that they do not return: they are timed as such, without entropy and without errors. See logprob_measured.py for the clocks.
 """
 
 import os
@@ -44,14 +45,16 @@ def main(
     on_logits, missing = peers.imported(peers.on_logits(with_peers))
     on_hidden, also_missing = peers.imported(peers.ON_HIDDEN if with_peers else {})
     sizes = QUICK if quick else GPU if measured.device().type == "cuda" else CPU
+    losses, not_there = peers.imported(peers.WHOLE_LOSSES if with_peers else {})
+    missing |= also_missing | not_there
     results = []
     for size in sizes:
         results += measured.yardsticks(size)
-        results += compare(size, on_logits, on_hidden, rounds=3 if quick else 5)
-    measured.report("log-prob and entropy from hidden states", results, missing | also_missing, load_before, out)
+        results += compare(size, on_logits, on_hidden, losses, rounds=3 if quick else 5)
+    measured.report("log-prob and entropy from hidden states", results, missing, load_before, out)
 
 
-def compare(size: Size, on_logits: dict, on_hidden: dict, rounds: int) -> list[dict]:
+def compare(size: Size, on_logits: dict, on_hidden: dict, losses: dict, rounds: int) -> list[dict]:
     generator = torch.Generator().manual_seed(0)
     dtype, device = getattr(torch, size.dtype), measured.device()
     hidden = torch.randn(size.tokens, size.hidden, generator=generator).to(device, dtype).requires_grad_()
@@ -76,11 +79,14 @@ def compare(size: Size, on_logits: dict, on_hidden: dict, rounds: int) -> list[d
     def from_logits(function, has_entropy: bool = True) -> Arm:
         return arm(lambda with_entropy: function(hidden @ weight.T, targets, with_entropy), has_entropy)
 
+    def taken_inside(with_entropy: bool) -> tuple[torch.Tensor, ...]:
+        with torch.enable_grad():  # without gradient it is linear_logprob
+            return linear_loss(
+                hidden, with_main_grad, targets, lambda *values: weighted(*values, with_entropy=with_entropy)
+            )
+
     def loss_inside(with_entropy: bool) -> None:
-        loss, _, _ = linear_loss(
-            hidden, with_main_grad, targets, lambda *values: weighted(*values, with_entropy=with_entropy)
-        )
-        loss.backward()
+        taken_inside(with_entropy)[0].backward()
 
     def megarl(_) -> tuple[torch.Tensor, torch.Tensor]:
         return linear_logprob(hidden, with_main_grad, targets)
@@ -88,7 +94,10 @@ def compare(size: Size, on_logits: dict, on_hidden: dict, rounds: int) -> list[d
     def megarl_on_logits(logits: torch.Tensor, targets: torch.Tensor, _) -> tuple[torch.Tensor, torch.Tensor]:
         return logprob_and_entropy(logits, targets, inplace_backward=True)
 
-    arms = {"megarl, loss inside": Arm(megarl, loss_inside, has_forward=False), "megarl": arm(megarl)}
+    arms = {
+        "megarl, loss inside": Arm(lambda _: taken_inside(True)[1:], loss_inside, has_forward=False),
+        "megarl": arm(megarl),
+    }
     arms["megarl, logits"] = from_logits(megarl_on_logits)
     for name, function in on_logits.items():
         arms[name] = from_logits(function, has_entropy=name not in peers.WITHOUT_ENTROPY)
@@ -96,6 +105,10 @@ def compare(size: Size, on_logits: dict, on_hidden: dict, rounds: int) -> list[d
         arms[name] = arm(
             lambda with_entropy, function=function: function(hidden, weight, targets, with_entropy),
             has_entropy=name not in peers.WITHOUT_ENTROPY,
+        )
+    for name, function in losses.items():
+        arms[name] = Arm(
+            lambda _: (), lambda _, function=function: function(hidden, weight, targets).backward(), has_entropy=False
         )
     logits = measured.exact_logits(hidden, weight)
     rows = measured.measure(size, arms, measured.exact_values(logits, targets), rounds)
@@ -105,9 +118,9 @@ def compare(size: Size, on_logits: dict, on_hidden: dict, rounds: int) -> list[d
 
     reference = (near(hidden.detach()), near(weight.detach()))
 
-    def kl_inside(_) -> None:
-        loss, *_ = linear_loss(hidden, with_main_grad, targets, weighted_with_kl, reference=reference)
-        loss.backward()
+    def kl_taken_inside() -> tuple[torch.Tensor, ...]:
+        with torch.enable_grad():
+            return linear_loss(hidden, with_main_grad, targets, weighted_with_kl, reference=reference)
 
     def weighted_with_kl(logprob: torch.Tensor, entropy: torch.Tensor, places, kl: torch.Tensor) -> torch.Tensor:
         return weighted(logprob, entropy, places, with_entropy=True) + upstream[2, places] * kl
@@ -122,7 +135,8 @@ def compare(size: Size, on_logits: dict, on_hidden: dict, rounds: int) -> list[d
         return peers.log_softmax_and_kl(hidden @ weight.T, reference[0] @ reference[1].T, targets)
 
     megarl_kl = kl_arm(lambda: linear_logprob(hidden, with_main_grad, targets, reference=reference))
-    arms = {"megarl, loss inside": Arm(megarl_kl.values, kl_inside, has_forward=False), "megarl": megarl_kl}
+    inside = Arm(lambda _: kl_taken_inside()[1:], lambda _: kl_taken_inside()[0].backward(), has_forward=False)
+    arms = {"megarl, loss inside": inside, "megarl": megarl_kl}
     arms["log_softmax"] = kl_arm(dense)
     exact = measured.exact_values(logits, targets, measured.exact_logits(*reference))
     return rows + measured.measure(size, arms, exact, rounds, (measured.KL_FORWARD, measured.KL_BOTH))

@@ -21,7 +21,7 @@ from rich.table import Table
 
 FORWARD, BOTH, LOGPROB = "forward", "forward+backward", "log-prob only, both"
 KL_FORWARD, KL_BOTH = "forward, exact KL", "forward+backward, exact KL"
-ERROR_TOKENS = 32
+ERROR_TOKENS = 256
 ERRORS = ("error_logprob", "error_entropy", "error_kl")
 
 
@@ -37,7 +37,7 @@ class Size:
 class Arm:
     """One contender at one size."""
 
-    values: Callable[[bool], tuple[torch.Tensor | None, ...]]  # with entropy? -> (log-prob, entropy, any KL)
+    values: Callable[[bool], tuple[torch.Tensor | None, ...]]  # with entropy? -> (log-prob, entropy, any KL) or ()
     step: Callable[[bool], None]  # with entropy? forward and backward
     has_entropy: bool = True
     has_forward: bool = True  # False: its forward alone is another arm's
@@ -57,6 +57,7 @@ def measure(
     """One row per arm and mode. exact: log-prob, entropy and any KL of the first ERROR_TOKENS in fp64."""
     clock, seconds_of = ("triton.do_bench", gpu_seconds) if device().type == "cuda" else ("CPU seconds", cpu_seconds)
     rows = []
+    errors = {name: errors_of(arm, exact) for name, arm in arms.items()}
     for mode in modes:
         calls = {name: call(arm, mode) for name, arm in arms.items() if runs(arm, mode)}
         extra = {name: peak_extra_mib(run) for name, run in calls.items()}
@@ -65,14 +66,13 @@ def measure(
             for name, run in calls.items():
                 seconds[name].append(seconds_of(run))
         for name in calls:
-            with_errors = mode in (FORWARD, KL_FORWARD) or not arms[name].has_entropy
-            errors = errors_of(arms[name], exact) if with_errors else (None, None, None)
+            of_logprob, of_entropy, of_kl = errors[name]
             rows.append(
                 {
                     "peer": name, "tokens": size.tokens, "hidden": size.hidden, "vocab": size.vocab,
                     "dtype": size.dtype, "mode": mode, "seconds": statistics.median(seconds[name]),
                     "fastest": min(seconds[name]), "clock": clock, "extra_mib": extra[name],
-                    "error_logprob": errors[0], "error_entropy": errors[1], "error_kl": errors[2],
+                    "error_logprob": of_logprob, "error_entropy": of_entropy, "error_kl": of_kl,
                 }
             )  # fmt: skip
     return rows
@@ -168,8 +168,9 @@ def yardsticks(size: Size) -> list[dict]:
         "dtype": size.dtype,
         "mode": "yardstick",
     }
+    common |= {"clock": "triton.do_bench", "extra_mib": None, **dict.fromkeys(ERRORS)}
     return [
-        {"peer": name, **common, "seconds": seconds, "per_second": rates[name] / seconds, "clock": "triton.do_bench"}
+        {"peer": name, **common, "seconds": seconds, "per_second": rates[name] / seconds}
         for name, seconds in timed.items()
     ]
 

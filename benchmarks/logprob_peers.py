@@ -115,7 +115,7 @@ ON_LOGITS = {
 
 
 def on_logits(with_peers: bool) -> dict[str, Callable[[], Callable]]:
-    """ON_LOGITS, or of it what needs no installation."""
+    """ON_LOGITS, or of it what needs neither an installation nor a compiler."""
     return {name: bring for name, bring in ON_LOGITS.items() if with_peers or name in ("log_softmax", "Megatron")}
 
 
@@ -158,6 +158,29 @@ def _cut_cross_entropy():
 
     return values
 
+
+def _liger_cross_entropy():
+    if not torch.cuda.is_available():
+        raise ImportError("needs a GPU")
+    return importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
+
+
+def _liger_grpo():
+    module = importlib.import_module("liger_kernel.chunked_loss.grpo_loss")
+    grpo = module.LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, loss_type="grpo")
+
+    def loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        sequences = 8 if len(targets) % 8 == 0 else 1
+        targets = targets.view(sequences, -1)
+        hidden = hidden.view(*targets.shape, -1)
+        advantages = torch.linspace(-1, 1, sequences, device=targets.device)
+        return grpo(hidden, weight, targets, torch.ones_like(targets), advantages)[0]
+
+    return loss
+
+
+# (hidden [T, H], weight [V, H], targets [T]) -> their own scalar loss of log-probs, which they do not give
+WHOLE_LOSSES = {"Liger cross entropy": _liger_cross_entropy, "Liger GRPO": _liger_grpo}
 
 # (hidden [T, H], weight [V, H], targets [T], with_entropy) -> (log-prob [T], entropy [T])
 ON_HIDDEN = {

@@ -35,9 +35,9 @@ def test_quick_run_writes_every_arm(tmp_path, script):
         if row["peer"] == "Megatron":
             assert row["error_logprob"] < (1e-5 if script == "bench_logprob.py" else 4e-2)
             assert row["error_entropy"] is row["error_kl"] is None
-        if row["peer"] == "megarl" and row["mode"] in ("forward", "forward, exact KL"):
+        if row["peer"].startswith("megarl"):
             # Logits given: fp32 statistics. From hidden states: logits of about 4 are themselves rounded to bf16.
             allowed = (1e-5, 1e-5) if script == "bench_logprob.py" else (2e-2, 2e-3)
             assert row["error_logprob"] < allowed[0] and row["error_entropy"] < allowed[1]
-        if row["mode"] == "forward, exact KL":
+        if "exact KL" in row["mode"]:
             assert row["error_kl"] < (1e-5 if script == "bench_logprob.py" else 2e-3)
