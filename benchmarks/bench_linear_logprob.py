@@ -9,7 +9,8 @@ Every arm finds its gradient buffers allocated and adds to them: hidden.grad and
 and then ops/logprob.py with the gradient over the logits (three, with all logits in memory). Arms that take logits get
 them from the same product. Modes with the exact KL are given the reference's hidden states and weight: megarl makes
 its logits a chunk at a time, log_softmax all of them. Liger's cross entropy and GRPO are losses of their own over
-log-probs that they do not return: they are timed as such, without entropy and without errors. See logprob_measured.py for the clocks.
+log-probs that they do not return: they are timed as such, without entropy and without errors. See logprob_measured.py
+for the clocks.
 """
 
 import os
@@ -94,10 +95,8 @@ def compare(size: Size, on_logits: dict, on_hidden: dict, losses: dict, rounds: 
     def megarl_on_logits(logits: torch.Tensor, targets: torch.Tensor, _) -> tuple[torch.Tensor, torch.Tensor]:
         return logprob_and_entropy(logits, targets, inplace_backward=True)
 
-    arms = {
-        "megarl, loss inside": Arm(lambda _: taken_inside(True)[1:], loss_inside, has_forward=False),
-        "megarl": arm(megarl),
-    }
+    inside = Arm(lambda _: taken_inside(True)[1:], loss_inside, has_forward=False)
+    arms = {"megarl, loss inside": inside, "megarl": arm(megarl)}
     arms["megarl, logits"] = from_logits(megarl_on_logits)
     for name, function in on_logits.items():
         arms[name] = from_logits(function, has_entropy=name not in peers.WITHOUT_ENTROPY)
@@ -135,8 +134,8 @@ def compare(size: Size, on_logits: dict, on_hidden: dict, losses: dict, rounds: 
         return peers.log_softmax_and_kl(hidden @ weight.T, reference[0] @ reference[1].T, targets)
 
     megarl_kl = kl_arm(lambda: linear_logprob(hidden, with_main_grad, targets, reference=reference))
-    inside = Arm(lambda _: kl_taken_inside()[1:], lambda _: kl_taken_inside()[0].backward(), has_forward=False)
-    arms = {"megarl, loss inside": inside, "megarl": megarl_kl}
+    inside_kl = Arm(lambda _: kl_taken_inside()[1:], lambda _: kl_taken_inside()[0].backward(), has_forward=False)
+    arms = {"megarl, loss inside": inside_kl, "megarl": megarl_kl}
     arms["log_softmax"] = kl_arm(dense)
     exact = measured.exact_values(logits, targets, measured.exact_logits(*reference))
     return rows + measured.measure(size, arms, exact, rounds, (measured.KL_FORWARD, measured.KL_BOTH))
