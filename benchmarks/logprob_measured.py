@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ def measure(
             for name, run in calls.items():
                 seconds[name].append(seconds_of(run))
         for name in calls:
+            print(f"T {size.tokens}  {mode}  {name}: {statistics.median(seconds[name]):.3f} s", file=sys.stderr, flush=True)
             of_logprob, of_entropy, of_kl = errors[name]
             rows.append(
                 {
