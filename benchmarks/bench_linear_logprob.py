@@ -51,7 +51,7 @@ def main(
     results = []
     for size in sizes:
         results += measured.yardsticks(size)
-        results += compare(size, on_logits, on_hidden, losses, rounds=3 if quick else 5)
+        results += compare(size, on_logits, on_hidden, losses, rounds=3)
     measured.report("log-prob and entropy from hidden states", results, missing, load_before, out)
 
 

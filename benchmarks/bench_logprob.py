@@ -41,7 +41,7 @@ def main(
     results = []
     for size in sizes:
         results += measured.yardsticks(Size(size.tokens, 64, size.vocab, size.dtype))
-        results += compare(size, others, rounds=3 if quick else 5)
+        results += compare(size, others, rounds=3)
     measured.report("log-prob and entropy of logits", results, missing, load_before, out)
 
 

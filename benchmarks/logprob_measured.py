@@ -67,7 +67,8 @@ def measure(
             for name, run in calls.items():
                 seconds[name].append(seconds_of(run))
         for name in calls:
-            print(f"T {size.tokens}  {mode}  {name}: {statistics.median(seconds[name]):.3f} s", file=sys.stderr, flush=True)
+            seen = f"T {size.tokens}, {mode}, {name}: {statistics.median(seconds[name]):.3f} s"
+            print(seen, file=sys.stderr, flush=True)
             of_logprob, of_entropy, of_kl = errors[name]
             rows.append(
                 {

@@ -36,8 +36,8 @@ import torch.distributed as dist
 
 from megarl.ops.dispatch import dispatched
 
-# 256 Ki fp32 elements are 1 MiB: a chunk and its exponentials stay in a core's cache.
-CHUNK_ELEMENTS = 1 << 18
+# 128 Ki fp32 elements are half a MiB: a chunk and its exponentials stay in a core's cache.
+CHUNK_ELEMENTS = 1 << 17
 
 # exp(-1e4) and exp2(-1e4) are exactly 0 in fp32 and fp64, and 0 * -1e4 is 0 where 0 * -inf would be NaN: a masked
 # column adds nothing.
@@ -156,16 +156,18 @@ def reference_local_statistics(
     """
     nothing = logits.new_tensor([-torch.inf, 0.0, 0.0, -torch.inf], dtype=_statistics_dtype(logits.dtype))[:, None]
     statistics = nothing.repeat(1, len(targets))
+    maximum, total, weighted, target = statistics
     for rows, x, exponentials in _chunks_of_tokens(logits, targets, num_valid):
         _capped(x.copy_(logits[rows, :num_valid]), soft_cap)
-        column, owned = _own_column(targets[rows], first, num_valid)
-        maximum = x.amax(dim=-1)
-        statistics[3, rows] = x.gather(1, column[:, None])[:, 0].masked_fill_(~owned, -torch.inf)
-        _shift_to_base_2(x, maximum, temperature).clamp_(min=_LOWEST_SHIFT)
-        torch.exp2(x, out=exponentials)
-        statistics[0, rows] = maximum
-        statistics[1, rows] = exponentials.sum(dim=-1)
-        statistics[2, rows] = exponentials.mul_(x).sum(dim=-1).mul_(_LN_2)
+        torch.amax(x, dim=-1, out=maximum[rows])
+        _shift_to_base_2(x, maximum[rows], temperature).clamp_(min=_LOWEST_SHIFT)
+        torch.sum(torch.exp2(x, out=exponentials), dim=-1, out=total[rows])
+        torch.sum(exponentials.mul_(x), dim=-1, out=weighted[rows])
+    weighted.mul_(_LN_2)
+    if num_valid:
+        column, owned = _own_column(targets, first, num_valid)
+        of_target = _capped(logits.gather(1, column[:, None])[:, 0].to(target.dtype), soft_cap)
+        target.copy_(of_target.masked_fill(~owned, -torch.inf))
     return torch.where(targets < 0, nothing, statistics)
 
 
@@ -189,28 +191,33 @@ def reference_backward_into(
     A gradient that is None is zero and costs nothing; at least one is given.
     """
     out[:, num_valid:] = 0
+    origin = maximum.clamp(min=torch.finfo(maximum.dtype).min)[:, None]
+    log2_sum, to_base_2 = (log_sum / _LN_2)[:, None], 1 / (temperature * _LN_2)
+    # The gradient is p (offset + slope log2 p), and at_target more at the target.
+    offset = torch.zeros_like(maximum)[:, None]
+    if grad_logprob is not None:
+        at_target = grad_logprob[:, None] / temperature
+        offset -= at_target
+        column, owned = (of_rows[:, None] for of_rows in _own_column(targets, first, max(num_valid, 1)))
+        at_target.masked_fill_(~owned, 0)
+    if grad_entropy is not None:
+        slope = grad_entropy[:, None] / -temperature
+        offset.addcmul_(slope, entropy[:, None])
+        slope *= _LN_2
     for rows, log2_p, grad in _chunks_of_tokens(logits, targets, num_valid):
-        _capped(log2_p.copy_(logits[rows, :num_valid]), soft_cap)
-        _shift_to_base_2(log2_p, maximum[rows], temperature).sub_(log_sum[rows, None] / _LN_2).clamp_(min=_LOWEST_SHIFT)
-        # The gradient is p (offset + slope log2 p), and grad_logprob / temperature more at the target.
+        _capped(log2_p.copy_(logits[rows, :num_valid]), soft_cap).sub_(origin[rows])
+        log2_p.mul_(to_base_2).sub_(log2_sum[rows]).clamp_(min=_LOWEST_SHIFT)
         torch.exp2(log2_p, out=grad)
-        offset = log2_p.new_zeros(len(log2_p))
-        if grad_logprob is not None:
-            offset.sub_(grad_logprob[rows], alpha=1 / temperature)
         if grad_entropy is None:
-            grad.mul_(offset[:, None])
+            grad.mul_(offset[rows])
         else:
-            slope = grad_entropy[rows] / -temperature
-            offset.addcmul_(slope, entropy[rows])
-            grad.mul_(log2_p.mul_(slope.mul_(_LN_2)[:, None]).add_(offset[:, None]))
+            grad.mul_(log2_p.mul_(slope[rows]).add_(offset[rows]))
         if grad_logprob is not None:
-            column, owned = _own_column(targets[rows], first, num_valid)
-            at_target = grad_logprob[rows].div(temperature).masked_fill_(~owned, 0)
-            grad.scatter_add_(1, column[:, None], at_target[:, None])
+            grad.scatter_add_(1, column[rows], at_target[rows])
         if soft_cap is not None:
             tanh = log2_p.copy_(logits[rows, :num_valid]).div_(soft_cap).tanh_()
             grad.addcmul_(grad, tanh.square_(), value=-1)
-        out[rows, :num_valid] = grad
+        out[rows, :num_valid].copy_(grad)
     out.index_fill_(0, (targets < 0).nonzero()[:, 0], 0)
 
 
@@ -295,10 +302,11 @@ def _chunks_of_tokens(logits: torch.Tensor, targets: torch.Tensor, num_valid: in
     num_rows = max((len(targets[rows]) for rows in chunks), default=0)
     dtype = _statistics_dtype(logits.dtype)
     first, second = (logits.new_empty((num_rows, num_valid), dtype=dtype) for _ in range(2))
+    kept = (targets >= 0).tolist()
     for rows in chunks:
-        kept = targets[rows] >= 0
-        if kept.any():
-            yield rows, first[: len(kept)], second[: len(kept)]
+        if any(kept[rows]):
+            size = len(kept[rows])
+            yield rows, first[:size], second[:size]
 
 
 def _capped(x: torch.Tensor, soft_cap: float | None) -> torch.Tensor:
