@@ -52,6 +52,7 @@ def main(
     for size in sizes:
         results += measured.yardsticks(size)
         results += compare(size, on_logits, on_hidden, losses, rounds=3)
+        measured.save(results, missing, load_before, out)  # a long run that is broken off leaves what it has
     measured.report("log-prob and entropy from hidden states", results, missing, load_before, out)
 
 
@@ -110,7 +111,13 @@ def compare(size: Size, on_logits: dict, on_hidden: dict, losses: dict, rounds: 
             lambda _: (), lambda _, function=function: function(hidden, weight, targets).backward(), has_entropy=False
         )
     logits = measured.exact_logits(hidden, weight)
-    rows = measured.measure(size, arms, measured.exact_values(logits, targets), rounds)
+
+    def zero_gradients() -> None:
+        for buffer in (hidden.grad, weight.grad, with_main_grad.main_grad):
+            buffer.zero_()
+
+    exact = measured.exact_values(logits, targets)
+    rows = measured.measure(size, arms, exact, rounds, zero_gradients=zero_gradients)
 
     def near(x: torch.Tensor) -> torch.Tensor:
         return x + 0.3 * x.std() * torch.randn(x.shape, generator=generator).to(x)
@@ -138,7 +145,8 @@ def compare(size: Size, on_logits: dict, on_hidden: dict, losses: dict, rounds: 
     arms = {"megarl, loss inside": inside_kl, "megarl": megarl_kl}
     arms["log_softmax"] = kl_arm(dense)
     exact = measured.exact_values(logits, targets, measured.exact_logits(*reference))
-    return rows + measured.measure(size, arms, exact, rounds, (measured.KL_FORWARD, measured.KL_BOTH))
+    modes = (measured.KL_FORWARD, measured.KL_BOTH)
+    return rows + measured.measure(size, arms, exact, rounds, modes, zero_gradients)
 
 
 if __name__ == "__main__":

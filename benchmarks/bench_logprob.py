@@ -42,6 +42,7 @@ def main(
     for size in sizes:
         results += measured.yardsticks(Size(size.tokens, 64, size.vocab, size.dtype))
         results += compare(size, others, rounds=3)
+        measured.save(results, missing, load_before, out)
     measured.report("log-prob and entropy of logits", results, missing, load_before, out)
 
 

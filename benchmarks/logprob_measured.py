@@ -54,8 +54,14 @@ def measure(
     exact: tuple[torch.Tensor, ...],
     rounds: int,
     modes: tuple[str, ...] = (FORWARD, BOTH, LOGPROB),
+    zero_gradients: Callable[[], object] = lambda: None,
 ) -> list[dict]:
-    """One row per arm and mode. exact: log-prob, entropy and any KL of the first ERROR_TOKENS in fp64."""
+    """One row per arm and mode.
+
+    exact: log-prob, entropy and any KL of the first ERROR_TOKENS in fp64.
+    zero_gradients: called before every timed call, outside its time. Buffers that only one arm writes would else have
+        lain untouched while the others ran, and some systems take such pages back.
+    """
     clock, seconds_of = ("triton.do_bench", gpu_seconds) if device().type == "cuda" else ("CPU seconds", cpu_seconds)
     rows = []
     errors = {name: errors_of(arm, exact) for name, arm in arms.items()}
@@ -65,6 +71,7 @@ def measure(
         seconds = {name: [] for name in calls}
         for _ in range(rounds):
             for name, run in calls.items():
+                zero_gradients()
                 seconds[name].append(seconds_of(run))
         for name in calls:
             seen = f"T {size.tokens}, {mode}, {name}: {statistics.median(seconds[name]):.3f} s"
@@ -178,13 +185,22 @@ def yardsticks(size: Size) -> list[dict]:
     ]
 
 
-def report(title: str, results: list[dict], missing: dict[str, str], load_before: float, out: Path | None) -> None:
-    """A table; with `out` also a JSON file, and a plot beside it."""
+def save(results: list[dict], missing: dict[str, str], load_before: float, out: Path | None) -> dict:
+    """Write what there is to the JSON file, if one is wanted; the conditions."""
     conditions = {
         "machine": torch.cuda.get_device_name() if device().type == "cuda" else processor(),
         "threads": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version(),
         "load_average_before": load_before, "load_average_after": os.getloadavg()[0], "not_run": missing,
     }  # fmt: skip
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps({"conditions": conditions, "results": results}, indent=2) + "\n")
+    return conditions
+
+
+def report(title: str, results: list[dict], missing: dict[str, str], load_before: float, out: Path | None) -> None:
+    """A table; with `out` also a JSON file, and a plot beside it."""
+    conditions = save(results, missing, load_before, out)
     table = Table(title=title)
     headings = "peer|tokens|hidden|vocab|dtype|mode|seconds|fastest|extra MiB|error log-prob|error entropy|error KL"
     for heading in headings.split("|"):
@@ -207,8 +223,6 @@ def report(title: str, results: list[dict], missing: dict[str, str], load_before
         f"{conditions['load_average_after']:.1f} after: compare with other runs only where both are low"
     )
     if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({"conditions": conditions, "results": results}, indent=2) + "\n")
         plot(title, results, out.with_suffix(".png"))
 
 
