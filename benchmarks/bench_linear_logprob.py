@@ -51,12 +51,12 @@ def main(
     results = []
     for size in sizes:
         results += measured.yardsticks(size)
-        results += compare(size, on_logits, on_hidden, losses, rounds=3)
+        results += compare(size, on_logits, on_hidden, losses)
         measured.save(results, missing, load_before, out)  # a long run that is broken off leaves what it has
     measured.report("log-prob and entropy from hidden states", results, missing, load_before, out)
 
 
-def compare(size: Size, on_logits: dict, on_hidden: dict, losses: dict, rounds: int) -> list[dict]:
+def compare(size: Size, on_logits: dict, on_hidden: dict, losses: dict) -> list[dict]:
     generator = torch.Generator().manual_seed(0)
     dtype, device = getattr(torch, size.dtype), measured.device()
     hidden = torch.randn(size.tokens, size.hidden, generator=generator).to(device, dtype).requires_grad_()
@@ -117,7 +117,7 @@ def compare(size: Size, on_logits: dict, on_hidden: dict, losses: dict, rounds: 
             buffer.zero_()
 
     exact = measured.exact_values(logits, targets)
-    rows = measured.measure(size, arms, exact, rounds, zero_gradients=zero_gradients)
+    rows = measured.measure(size, arms, exact, zero_gradients=zero_gradients)
 
     def near(x: torch.Tensor) -> torch.Tensor:
         return x + 0.3 * x.std() * torch.randn(x.shape, generator=generator).to(x)
@@ -146,7 +146,7 @@ def compare(size: Size, on_logits: dict, on_hidden: dict, losses: dict, rounds: 
     arms["log_softmax"] = kl_arm(dense)
     exact = measured.exact_values(logits, targets, measured.exact_logits(*reference))
     modes = (measured.KL_FORWARD, measured.KL_BOTH)
-    return rows + measured.measure(size, arms, exact, rounds, modes, zero_gradients)
+    return rows + measured.measure(size, arms, exact, modes, zero_gradients)
 
 
 if __name__ == "__main__":

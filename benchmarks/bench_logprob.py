@@ -41,12 +41,12 @@ def main(
     results = []
     for size in sizes:
         results += measured.yardsticks(Size(size.tokens, 64, size.vocab, size.dtype))
-        results += compare(size, others, rounds=3)
+        results += compare(size, others)
         measured.save(results, missing, load_before, out)
     measured.report("log-prob and entropy of logits", results, missing, load_before, out)
 
 
-def compare(size: Size, others: dict, rounds: int) -> list[dict]:
+def compare(size: Size, others: dict) -> list[dict]:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(size.tokens, size.vocab, generator=generator)
     logits = logits.to(measured.device(), getattr(torch, size.dtype)).requires_grad_()
@@ -72,12 +72,12 @@ def compare(size: Size, others: dict, rounds: int) -> list[dict]:
 
     arms = {"megarl": arm(lambda logits, targets, _: logprob_and_entropy(logits, targets))}
     arms |= {name: arm(function, name not in peers.WITHOUT_ENTROPY) for name, function in others.items()}
-    rows = measured.measure(size, arms, measured.exact_values(logits, targets), rounds)
+    rows = measured.measure(size, arms, measured.exact_values(logits, targets))
     ref_logits = logits.detach() + torch.randn(logits.shape, generator=generator).to(logits)
     arms = {"megarl": kl_arm(lambda: logprob_entropy_and_kl(logits, ref_logits, targets))}
     arms["log_softmax"] = kl_arm(lambda: peers.log_softmax_and_kl(logits, ref_logits, targets))
     exact = measured.exact_values(logits, targets, ref_logits)
-    return rows + measured.measure(size, arms, exact, rounds, (measured.KL_FORWARD, measured.KL_BOTH))
+    return rows + measured.measure(size, arms, exact, (measured.KL_FORWARD, measured.KL_BOTH))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from rich.table import Table
 FORWARD, BOTH, LOGPROB = "forward", "forward+backward", "log-prob only, both"
 KL_FORWARD, KL_BOTH = "forward, exact KL", "forward+backward, exact KL"
 ERROR_TOKENS = 256
+ROUNDS = 3
 ERRORS = ("error_logprob", "error_entropy", "error_kl")
 
 
@@ -52,7 +53,6 @@ def measure(
     size: Size,
     arms: dict[str, Arm],
     exact: tuple[torch.Tensor, ...],
-    rounds: int,
     modes: tuple[str, ...] = (FORWARD, BOTH, LOGPROB),
     zero_gradients: Callable[[], object] = lambda: None,
 ) -> list[dict]:
@@ -69,7 +69,7 @@ def measure(
         calls = {name: call(arm, mode) for name, arm in arms.items() if runs(arm, mode)}
         extra = {name: peak_extra_mib(run) for name, run in calls.items()}
         seconds = {name: [] for name in calls}
-        for _ in range(rounds):
+        for _ in range(ROUNDS):
             for name, run in calls.items():
                 zero_gradients()
                 seconds[name].append(seconds_of(run))
