@@ -1,12 +1,16 @@
 """Packaging of megarl. `make setup` prepares the CPU environment; README.md tells the GPU install.
 
 csrc/*.cu are compiled where a CUDA build of torch and nvcc can be seen (`pip install --no-build-isolation`), for
-csrc/compile.py's architectures and those of TORCH_CUDA_ARCH_LIST. MEGARL_BUILD_CUDA=0 skips that.
+csrc/compile.py's architectures and those of TORCH_CUDA_ARCH_LIST; csrc/*.cpp where a C++ compiler is (CXX, or c++), for
+compile.py's levels of x86-64. MEGARL_BUILD_CUDA=0 and MEGARL_BUILD_CPU=0 skip the one and the other. A .cpp that does
+not compile is no error: torch computes the same.
 """
 
 import importlib.util
+import itertools
 import os
 import re
+import sys
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -34,8 +38,24 @@ def why_not_cuda() -> str | None:
     return None if compiler.find_nvcc() else "nvcc is neither in CUDA_HOME nor on PATH"
 
 
+def why_not_cpu() -> str | None:
+    """What keeps csrc/*.cpp from being compiled; None: nothing."""
+    if os.environ.get("MEGARL_BUILD_CPU") == "0":
+        return "MEGARL_BUILD_CPU=0"
+    return None if compiler.find_cpp() else "no C++ compiler (CXX, or c++ on PATH) for an x86-64 processor"
+
+
+class CpuKernels(Extension):
+    """An op's kernels for one level of processors; no error where they do not compile."""
+
+    def __init__(self, op: str, level: str):
+        self.level = level
+        source = Path(f"csrc/{op}.cpp")
+        super().__init__(f"megarl.csrc.{compiler.cpu_library(source, level).stem}", [str(source)], optional=True)
+
+
 class BuildKernels(build_ext):
-    """Each Extension is a shared library of plain C functions, made by nvcc from one .cu file."""
+    """Each Extension is a shared library of plain C functions, made of one .cu or .cpp file by its compiler."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return f"{fullname.replace('.', '/')}.so"
@@ -43,13 +63,27 @@ class BuildKernels(build_ext):
     def build_extension(self, extension: Extension) -> None:
         library = Path(self.get_ext_fullpath(extension.name))
         library.parent.mkdir(parents=True, exist_ok=True)
-        architectures = compiler.architectures(os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
-        (source,) = extension.sources
-        self.spawn(compiler.command(compiler.find_nvcc(), here / source, library, architectures))
+        (source,) = (here / name for name in extension.sources)
+        if isinstance(extension, CpuKernels):
+            self.spawn(compiler.cpu_command(compiler.find_cpp(), source, library, extension.level))
+        else:
+            architectures = compiler.architectures(os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
+            self.spawn(compiler.command(compiler.find_nvcc(), source, library, architectures))
 
 
-reason = why_not_cuda()
-print(f"megarl: GPU kernels in Triton, csrc/*.cu not compiled: {reason}" if reason else "megarl: compiling csrc/*.cu")
+def kernels() -> list[Extension]:
+    """What there are compilers for; the rest, and why it is left out, is said."""
+    found = []
+    if reason := why_not_cuda():
+        print(f"megarl: csrc/*.cu are not compiled, GPU kernels are Triton's: {reason}", file=sys.stderr)
+    else:
+        found += [Extension(f"megarl.csrc.lib{op}", [f"csrc/{op}.cu"]) for op in KERNELS]
+    if reason := why_not_cpu():
+        print(f"megarl: csrc/*.cpp are not compiled, on a CPU torch computes the same: {reason}", file=sys.stderr)
+    else:
+        found += [CpuKernels(op, level) for op, level in itertools.product(KERNELS, compiler.CPU_LEVELS)]
+    return found
+
 
 setup(
     name="megarl",
@@ -60,7 +94,7 @@ setup(
     # megarl/csrc is a link to csrc/: the kernels are a package in the source tree, editable and in a wheel alike.
     packages=find_packages(include=["megarl", "megarl.*"]),
     package_data={"megarl.csrc": ["*.cu", "*.cuh", "*.cpp", "*.h"]},
-    ext_modules=[] if reason else [Extension(f"megarl.csrc.lib{op}", [f"csrc/{op}.cu"]) for op in KERNELS],
+    ext_modules=kernels(),
     cmdclass={"build_ext": BuildKernels},
     python_requires=">=3.11",
     install_requires=[

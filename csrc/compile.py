@@ -1,14 +1,22 @@
-"""How csrc/*.cu become lib*.so, shared libraries of plain C functions. setup.py and the tests run the same command.
+"""How csrc/*.cu and csrc/*.cpp become shared libraries of plain C functions. setup.py and the tests run the same
+commands.
 
 Standard library only: setup.py loads this file before anything is installed.
 """
 
+import hashlib
 import os
+import platform
+import shlex
 import shutil
 from pathlib import Path
 
 # A100 and its like, H100 and H200; newer devices compile the PTX of the last when they first load it.
 ARCHITECTURES = ("80", "90")
+
+# torch.backends.cpu.get_cpu_capability() -> what its processors have at least. Without AVX2 torch's own operations are
+# faster than these kernels.
+CPU_LEVELS = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
 
 
 def find_nvcc() -> str | None:
@@ -32,4 +40,33 @@ def command(nvcc: str, source: Path, library: Path, architectures: list[str]) ->
         nvcc, "-O3", "-std=c++17", "-ftz=true", "-shared", "-cudart=shared",
         "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra", "-Werror=all-warnings", "-Xptxas=-v,--warn-on-spills",
         *code, f"-gencode=arch=compute_{newest},code=compute_{newest}", "-o", str(library), str(source),
+    ]  # fmt: skip
+
+
+def find_cpp() -> list[str] | None:
+    """The command of the C++ compiler for this processor: CXX ("ccache g++"), or c++ on PATH; None where there are no
+    kernels for the processor."""
+    command = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    if platform.machine() not in ("x86_64", "AMD64") or shutil.which(command[0]) is None:
+        return None
+    return command
+
+
+def cpu_library(source: Path, level: str) -> Path:
+    """Where the library of `source` for processors of that level lies."""
+    return source.with_name(f"lib{source.stem}_cpu_{level.lower()}.so")
+
+
+def digest(source: Path) -> str:
+    """What a library says of the source that it was made of, and of the headers beside that."""
+    files = [source, *sorted(source.parent.glob("*.h"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def cpu_command(compiler: list[str], source: Path, library: Path, level: str) -> list[str]:
+    """What compiles `source` to `library` for processors of that level."""
+    return [
+        *compiler, "-O3", "-std=c++17", f"-march={CPU_LEVELS[level]}", "-fno-math-errno", "-fno-trapping-math",
+        "-shared", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi",
+        f'-DMEGARL_DIGEST="{digest(source)}"', "-o", str(library), str(source),
     ]  # fmt: skip

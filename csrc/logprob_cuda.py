@@ -6,30 +6,31 @@ from pathlib import Path
 
 import torch
 
-from megarl.csrc import cuda_library
-from megarl.csrc.cuda_library import ADDRESS, DTYPES, INT, LONG, SCALES, check_gradient
+from megarl.csrc import libraries
+from megarl.csrc.libraries import ADDRESS, DOUBLE, DTYPES, INT, LONG, check_gradient
 
 LIBRARY = Path(__file__).with_name("liblogprob.so")
 
+_SCALES = [DOUBLE, DOUBLE, ADDRESS]  # temperature, soft-cap, stream
 _SIGNATURES = {
-    "megarl_logprob_statistics": [ADDRESS, INT, ADDRESS, ADDRESS, LONG, LONG, INT, LONG, *SCALES],
+    "megarl_logprob_statistics": [ADDRESS, INT, ADDRESS, ADDRESS, LONG, LONG, INT, LONG, *_SCALES],
     "megarl_logprob_backward": [
-        *(ADDRESS, ADDRESS, INT), *[ADDRESS] * 6, *[LONG] * 3, INT, INT, LONG, *SCALES,
+        *(ADDRESS, ADDRESS, INT), *[ADDRESS] * 6, *[LONG] * 3, INT, INT, LONG, *_SCALES,
     ],
 }  # fmt: skip
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The built library, or None; see cuda_library.load."""
-    return cuda_library.load(LIBRARY, _SIGNATURES)
+    """The built library, or None; see libraries.load_cuda."""
+    return libraries.load_cuda(LIBRARY, _SIGNATURES)
 
 
 def local_statistics(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, soft_cap: float | None, first: int, num_valid: int
 ) -> torch.Tensor:
     """As ops.logprob.reference_local_statistics, for bf16, fp16 and fp32 logits on a GPU."""
-    logits = cuda_library.rows(logits)
+    logits = libraries.rows(logits)
     num_tokens = len(targets)
     statistics = torch.empty((4, num_tokens), dtype=torch.float32, device=logits.device)
     if num_tokens:
@@ -57,7 +58,7 @@ def backward_into(
     """As ops.logprob.reference_backward_into. out and logits may be the same tensor; out's rows must be contiguous."""
     num_tokens, width = logits.shape
     check_gradient(out)
-    logits = cuda_library.rows(logits)
+    logits = libraries.rows(logits)
     rows = (targets, maximum, log_sum, entropy, grad_logprob, grad_entropy)
     if num_tokens:
         _launch(
@@ -68,4 +69,4 @@ def backward_into(
 
 
 def _launch(name: str, device: torch.device, *arguments) -> None:
-    cuda_library.launch(library(), name, device, *arguments)
+    libraries.launch(library(), name, device, *arguments)

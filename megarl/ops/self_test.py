@@ -63,7 +63,7 @@ class Report:
     """What the run computes with, and how far that is from fp64 at most, over all ranks of the group."""
 
     op: str  # "linear_loss", "logprob_and_entropy" or "logprob_entropy_and_kl"
-    path: str  # "CUDA C++", "Triton" or "torch"
+    path: str  # "CUDA C++", "Triton", "C++" or "torch"
     errors: dict[str, float]  # by what was compared: the keys of OF_LOGITS and, fused, of FROM_HIDDEN
     tolerances: dict[str, float]  # of the same
     given_up: str | None = None  # why `path` is the torch reference although there are kernels
@@ -238,8 +238,8 @@ def _worst(report: Report) -> str:
 
 def _remedy() -> str:
     return (
-        "The run goes on, slower. Install megarl again for this GPU (TORCH_CUDA_ARCH_LIST names it), and another "
-        "Triton or driver where that does not help"
+        "The run goes on, slower. Install megarl again on this machine (TORCH_CUDA_ARCH_LIST names its GPU), with "
+        "another compiler, Triton or driver where that does not help"
     )
 
 

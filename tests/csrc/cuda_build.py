@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.csrc import compile, cuda_library
+from megarl.csrc import compile, libraries
 from tests.csrc import registers
 
 ROOT = Path(__file__).parents[2]
@@ -71,14 +71,14 @@ def exported(library: Path) -> set[str]:
     return {name for line in symbols.stdout.splitlines() if (name := line.split()[-1]).startswith("megarl")}
 
 
-def as_cpp(op: str, folder: Path, signatures: cuda_library.Signatures) -> ctypes.CDLL:
+def as_cpp(op: str, folder: Path, signatures: libraries.Signatures) -> ctypes.CDLL:
     """The source as a library for the CPU, its kernels' threads taking turns (host/cuda_runtime.h)."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     library = folder / f"lib{op}.so"
     command = ["g++", "-O2", "-std=c++17", "-shared", "-fPIC", f"-I{ROOT / 'tests/csrc/host'}", "-x", "c++"]
     subprocess.run([*command, ROOT / "csrc" / f"{op}.cu", "-o", library], check=True, timeout=240)
-    return cuda_library.bind(library, signatures)
+    return libraries.bind(library, signatures)
 
 
 def launches_of(bound: ctypes.CDLL):

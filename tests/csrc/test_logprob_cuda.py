@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.csrc import compile, cuda_library, logprob_cuda
+from megarl.csrc import compile, libraries, logprob_cuda
 from megarl.ops import logprob as ops
 from tests.csrc import cuda_build
 from tests.csrc import logprob_cases as cases
@@ -41,15 +41,15 @@ def test_the_compiled_library_has_the_functions_that_are_called(compiled):
 
 def test_a_library_of_other_sources_is_not_used(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert cuda_library.load(tmp_path / "none.so", {}) is None and not caplog.records
+    assert libraries.load_cuda(tmp_path / "none.so", {}) is None and not caplog.records
     broken = tmp_path / "libbroken.so"
     broken.write_bytes(b"not an ELF file")
     stale = cuda_build.as_cpp("logprob", tmp_path, {})._name
     for path in (broken, Path(stale)):
-        assert cuda_library.load(path, {"megarl_of_tomorrow": []}) is None
+        assert libraries.load_cuda(path, {"megarl_of_tomorrow": []}) is None
         assert f"{path} cannot be used" in caplog.messages[-1] and "build it again" in caplog.messages[-1]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    assert cuda_library.load(broken, {}) is None and len(caplog.messages) == 2
+    assert libraries.load_cuda(broken, {}) is None and len(caplog.messages) == 2
 
 
 def test_architectures():
@@ -102,7 +102,7 @@ def test_another_type_is_an_error_code(on_the_host):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @needs_nvcc
 def test_kernels_on_a_gpu_are_the_reference(compiled, reference, monkeypatch):
-    bound = cuda_library.bind(compiled[0], logprob_cuda._SIGNATURES)
+    bound = libraries.bind(compiled[0], logprob_cuda._SIGNATURES)
     monkeypatch.setattr(logprob_cuda, "library", lambda: bound)
     outputs = cases.outputs(logprob_cuda.local_statistics, logprob_cuda.backward_into, device="cuda")
     for name in cases.NAMES:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.csrc import cuda_library, logprob_kl_cuda
+from megarl.csrc import libraries, logprob_kl_cuda
 from megarl.ops import logprob_kl as ops
 from tests.csrc import cuda_build
 from tests.csrc import logprob_kl_cases as cases
@@ -69,7 +69,8 @@ def variants() -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     found = []
     for name, (out, own, others) in given.items():
         statistics = [
-            f(own, others, targets, *columns) for f in (logprob_kl_cuda.local_statistics, ops.local_statistics)
+            f(own, others, targets, *columns)
+            for f in (logprob_kl_cuda.local_statistics, ops.reference_local_statistics)
         ]
         gradients = [out.clone() if out.is_contiguous() else shifted(out, 5), nothing.clone()]
         for into, gradient in zip((logprob_kl_cuda.backward_into, ops.reference_backward_into), gradients, strict=True):
@@ -98,7 +99,7 @@ def test_another_type_is_an_error_code(on_the_host):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @needs_nvcc
 def test_kernels_on_a_gpu_are_the_reference(compiled, reference, monkeypatch):
-    bound = cuda_library.bind(compiled[0], logprob_kl_cuda._SIGNATURES)
+    bound = libraries.bind(compiled[0], logprob_kl_cuda._SIGNATURES)
     monkeypatch.setattr(logprob_kl_cuda, "library", lambda: bound)
     outputs = cases.outputs(logprob_kl_cuda.local_statistics, logprob_kl_cuda.backward_into, device="cuda")
     for name in cases.NAMES:

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.csrc import logprob, logprob_cuda, logprob_kl, logprob_kl_cuda
+from megarl.csrc import logprob, logprob_cpu, logprob_cuda, logprob_kl, logprob_kl_cpu, logprob_kl_cuda
 from megarl.ops import dispatch
 from megarl.ops.logprob import logprob_and_entropy, reference_local_statistics
 
 GPU = torch.device("cuda")
+CPU_TYPES = (torch.float32, torch.bfloat16)
 
 
 @pytest.fixture(autouse=True)
@@ -41,10 +42,24 @@ def test_the_best_that_is_installed_is_taken(monkeypatch, caplog, compiled, trit
     assert [said in message for message in caplog.messages] == [True]  # once
 
 
+@pytest.mark.parametrize("built", ["both", "one", None])
+def test_what_is_built_for_a_cpu_is_taken(monkeypatch, caplog, built):
+    monkeypatch.setattr(logprob_cpu, "library", lambda: object() if built else None)
+    monkeypatch.setattr(logprob_kl_cpu, "library", lambda: object() if built == "both" else None)
+    caplog.set_level(logging.INFO)
+    for _ in range(2):
+        path = dispatch.path(torch.device("cpu"), torch.bfloat16)
+    kernels = {"logprob": logprob_cpu, "logprob_kl": logprob_kl_cpu}
+    assert path == (dispatch.Path("C++", kernels, CPU_TYPES, columns=True) if built == "both" else dispatch.TORCH)
+    assert dispatch.path(torch.device("cpu"), torch.float16) is dispatch.TORCH
+    said = "C++ (csrc/*.cpp)" if built == "both" else "where a C++ compiler is"
+    assert [said in message for message in caplog.messages] == [True]  # once
+
+
 def test_what_the_reference_computes(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    assert dispatch.path(torch.device("cpu"), torch.float32) is dispatch.TORCH
-    assert "no kernels for a cpu" in caplog.text
+    assert dispatch.path(torch.device("mps"), torch.float32) is dispatch.TORCH
+    assert "no kernels for a mps" in caplog.text
     monkeypatch.setattr(dispatch, "_found", lambda device_type: dispatch.Path("Triton", {"logprob": logprob}))
     assert dispatch.path(GPU, torch.float64) is dispatch.TORCH
     assert dispatch.path(GPU, torch.float32).name == "Triton"

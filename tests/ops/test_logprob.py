@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megarl.ops import logprob as ops
 from tests.parallel_utils import run_ranks
 
+pytestmark = pytest.mark.usefixtures("each_path")
+
 GOLDENS = Path(__file__).parents[1] / "goldens" / "entropy_logprob.npz"
 
 # What rounding allows, relative to values of order 10: statistics are fp32 whatever the logits are, so only the

@@ -7,6 +7,8 @@ import torch.distributed as dist
 from megarl.ops import logprob_kl as ops
 from tests.parallel_utils import run_ranks
 
+pytestmark = pytest.mark.usefixtures("each_path")
+
 # Statistics are fp32 whatever the logits are; the gradient has the logits' type.
 TOLERANCE = {  # logits: (values, gradient)
     torch.float64: (1e-12, 1e-12),

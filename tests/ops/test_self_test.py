@@ -93,10 +93,11 @@ OPS = {
     [((16, VOCAB, ROWS), (1.0, None)), ((64, 5, 8), (0.3, None)), ((8, 5000, 5000), (1.4, 2.0))],
     ids=str,
 )
-def test_the_reference_passes(fused, with_kl, dtype, sizes, scales):
+def test_what_a_cpu_has_passes(each_path, fused, with_kl, dtype, sizes, scales):
     temperature, soft_cap = scales
     report = self_test.check(*sizes, dtype, None, temperature, "cpu", with_kl, fused, soft_cap)
-    assert (report.op, report.path, report.given_up) == (OPS[fused, with_kl], "torch", None)
+    path = "torch" if dtype == torch.float16 else each_path
+    assert (report.op, report.path, report.given_up) == (OPS[fused, with_kl], path, None)
     values = ["log-prob", "entropy", "KL"][: 3 if with_kl else 2]
     compared = [*(f"{name} of logits" for name in values), "dlogits"] + fused * [*values, "dhidden", "dweight"]
     assert list(report.errors) == list(report.tolerances) == compared and max(report.errors.values()) > 0
@@ -181,9 +182,10 @@ def test_what_it_cannot_test_is_refused(change, message):
         self_test.check(**SIZES | {"dtype": torch.float32} | change)
 
 
-def test_a_report_in_a_line():
+def test_a_report_in_a_line(each_path):
     report = self_test.check(**SIZES, dtype=torch.float32, fused=False)
-    assert str(report).startswith("logprob_and_entropy by torch; errors against fp64 (allowed): log-prob of logits ")
+    said = f"logprob_and_entropy by {each_path}; errors against fp64 (allowed): log-prob of logits "
+    assert str(report).startswith(said)
 
 
 def _on_two_ranks() -> dict:
@@ -197,11 +199,13 @@ def _on_two_ranks() -> dict:
         report = self_test.check(**sizes, dtype=dtype, **options)
         found[name] = (report.path, report.given_up, report.errors)
 
-    for fused, with_kl in MODES:
-        note(f"torch {fused} {with_kl}", fused=fused, with_kl=with_kl)
-    self_test.WEIGHT_ELEMENTS["cpu"] = 16 * 20
-    note("torch in part", with_kl=True)
-    self_test.WEIGHT_ELEMENTS["cpu"] = 1 << 24
+    for path in (dispatch._found("cpu"), dispatch.TORCH):
+        dispatch._found = lambda device_type, path=path: path
+        for fused, with_kl in MODES:
+            note(f"{path.name} {fused} {with_kl}", fused=fused, with_kl=with_kl)
+        self_test.WEIGHT_ELEMENTS["cpu"] = 16 * 20
+        note(f"{path.name} in part", with_kl=True)
+        self_test.WEIGHT_ELEMENTS["cpu"] = 1 << 24
     install()
     note("right")
     install(not_a_number if on_rank_1 else None)
@@ -230,10 +234,10 @@ def on_two_ranks():
 
 
 @PATHS
-def test_shards_of_the_reference_pass(on_two_ranks, fused, with_kl):
-    for name in (f"torch {fused} {with_kl}", "torch in part"):
+def test_shards_of_what_a_cpu_has_pass(on_two_ranks, each_path, fused, with_kl):
+    for name in (f"{each_path} {fused} {with_kl}", f"{each_path} in part"):
         first, second = (of_rank[name] for of_rank in on_two_ranks)
-        assert first == second and first[:2] == ("torch", None)
+        assert first == second and first[:2] == (each_path, None)
 
 
 @pytest.mark.parametrize("name", ["right", "interpreted", "interpreted KL"])
