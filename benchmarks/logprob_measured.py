@@ -1,7 +1,7 @@
 """How bench_logprob.py and bench_linear_logprob.py measure: the arms take turns, on one clock, in one process.
 
 On a CPU the clock is CPU-seconds of one thread, which other processes disturb less than wall time, and extra memory is
-the peak resident size over the one before the call. On a GPU it is triton's do_bench and the peak allocation, and every
+the peak resident size over the one before the call. On a GPU it is triton's do_bench and the peak allocation. Every
 size has a plain copy of the logits' bytes and a matrix product beside it. Gradient buffers exist before a call.
 """
 
@@ -161,28 +161,27 @@ def resident_mib(key: str) -> float:
 
 
 def yardsticks(size: Size) -> list[dict]:
-    """What a GPU does at this size without any arithmetic of ours: a copy of the logits' bytes, and one GEMM unit."""
-    if device().type == "cpu":
-        return []
-    dtype = getattr(torch, size.dtype)
-    hidden = torch.randn(size.tokens, size.hidden, device="cuda").to(dtype)
-    weight = torch.randn(size.vocab, size.hidden, device="cuda").to(dtype)
+    """What the machine does at this size without any arithmetic of ours: a copy of the logits' bytes, one GEMM unit."""
+    dtype, on_gpu = getattr(torch, size.dtype), device().type == "cuda"
+    hidden = torch.randn(size.tokens, size.hidden).to(device(), dtype)
+    weight = torch.randn(size.vocab, size.hidden).to(device(), dtype)
     logits = hidden @ weight.T
     target = torch.empty_like(logits)
-    timed = {"copy": gpu_seconds(lambda: target.copy_(logits)), "matmul": gpu_seconds(lambda: hidden @ weight.T)}
-    rates = {"copy": 2 * logits.nbytes, "matmul": 2 * size.tokens * size.hidden * size.vocab}
-    common = {
-        "tokens": size.tokens,
-        "hidden": size.hidden,
-        "vocab": size.vocab,
-        "dtype": size.dtype,
-        "mode": "yardstick",
-    }
-    common |= {"clock": "triton.do_bench", "extra_mib": None, **dict.fromkeys(ERRORS)}
-    return [
-        {"peer": name, **common, "seconds": seconds, "per_second": rates[name] / seconds}
-        for name, seconds in timed.items()
-    ]
+    calls = {"copy": lambda: target.copy_(logits), "matmul": lambda: torch.mm(hidden, weight.T, out=target)}
+    work = {"copy": 2 * logits.nbytes, "matmul": 2 * size.tokens * size.hidden * size.vocab}
+    common = {"tokens": size.tokens, "hidden": size.hidden, "vocab": size.vocab, "dtype": size.dtype}
+    common |= {"mode": "yardstick", "extra_mib": None, **dict.fromkeys(ERRORS)}
+    rows = []
+    for name, call in calls.items():
+        call()
+        measured = [gpu_seconds(call)] if on_gpu else [cpu_seconds(call) for _ in range(ROUNDS)]
+        seconds = statistics.median(measured)
+        clock = "triton.do_bench" if on_gpu else "CPU seconds"
+        per_second = work[name] / seconds
+        rows.append({"peer": name, **common, "clock": clock, "seconds": seconds, "per_second": per_second})
+        unit = "GB/s" if name == "copy" else "GFLOP/s"
+        print(f"T {size.tokens}, {name}: {seconds:.3f} s, {per_second / 1e9:.0f} {unit}", file=sys.stderr, flush=True)
+    return rows
 
 
 def save(results: list[dict], missing: dict[str, str], load_before: float, out: Path | None) -> dict:

@@ -23,8 +23,8 @@ Collectives, with a group of more than one rank: one all-gather of [4, chunk_tok
 a reference), and one all-reduce of dhidden; under sequence parallelism instead one all-gather of the hidden states (a
 second one in the backward of linear_logprob) and one reduce-scatter of dhidden.
 
-With the kernels of csrc/*.cpp a chunk's columns are in one piece, not its rows: three of a CPU's products run faster so
-(by 5 % at V 152k in bf16, oneDNN on AVX-512), as the weight and dlogits^T are then read as they lie.
+With the kernels of csrc/*.cpp a chunk's columns are in one piece, not its rows: a CPU's products then read the weight
+and dlogits^T as they lie (3 % of the whole at V 152k in bf16, with oneDNN).
 
 dweight is added up over chunks in fp32, straight into `weight.main_grad` where Megatron's DistributedDataParallel has
 put one, else in a buffer of its own. On a CPU each chunk's product is rounded to the weight's type before it is added.
