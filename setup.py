@@ -22,7 +22,8 @@ spec = importlib.util.spec_from_file_location("compile", here / "csrc/compile.py
 spec.loader.exec_module(compiler := importlib.util.module_from_spec(spec))
 
 
-KERNELS = ("logprob", "logprob_kl")
+CUDA = ("logprob", "logprob_kl")
+CPU = (*CUDA, "linear_logprob")
 
 
 def why_not_cuda() -> str | None:
@@ -77,11 +78,11 @@ def kernels() -> list[Extension]:
     if reason := why_not_cuda():
         print(f"megarl: csrc/*.cu are not compiled, GPU kernels are Triton's: {reason}", file=sys.stderr)
     else:
-        found += [Extension(f"megarl.csrc.lib{op}", [f"csrc/{op}.cu"]) for op in KERNELS]
+        found += [Extension(f"megarl.csrc.lib{op}", [f"csrc/{op}.cu"]) for op in CUDA]
     if reason := why_not_cpu():
         print(f"megarl: csrc/*.cpp are not compiled, on a CPU torch computes the same: {reason}", file=sys.stderr)
     else:
-        found += [CpuKernels(op, level) for op, level in itertools.product(KERNELS, compiler.CPU_LEVELS)]
+        found += [CpuKernels(op, level) for op, level in itertools.product(CPU, compiler.CPU_LEVELS)]
     return found
 
 

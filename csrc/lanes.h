@@ -1,8 +1,8 @@
 // What logprob.cpp and logprob_kl.cpp share: vectors, their arithmetic, and the ways through logits and out again.
 //
-// Logits are bf16 or fp32; all else is fp32, in vectors of a cache line with AVX-512 and half a line without, which the
-// compiler cuts to what the processor has. Exponents are in base 2: a power of two is a polynomial, and an integer added
-// to the exponent. There are two layouts:
+// Logits are bf16 or fp32; all else is fp32, in vectors of a cache line with AVX-512 and of half a line without, which
+// the compiler cuts to what the processor has. Exponents are in base 2: a power of two is a polynomial, and an integer
+// added to the exponent. There are two layouts:
 //
 //     rows      logits [N, V_local] with rows in one piece: vectors along the vocabulary.
 //     columns   logits [N, V_local] with columns in one piece, as ops/linear_logprob.py lays out its chunks, because
@@ -11,8 +11,8 @@
 // Forward: one read, in blocks whose maxima are taken first; a block's sums are fp32, those over blocks fp64. Backward:
 // one read and one write of each element, so the gradient may lie over the logits. A NaN stays one.
 //
-// Plain C functions on addresses, called through ctypes: nothing of torch is needed to compile them. Everything is local
-// to the file that includes it.
+// Plain C functions on addresses, called through ctypes: nothing of torch is needed to compile them. Everything here is
+// local to the file that includes it.
 
 #pragma once
 
@@ -20,9 +20,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <iterator>
 #include <new>
-#include <system_error>
 #include <thread>
 #include <type_traits>
 #include <vector>
@@ -117,8 +117,9 @@ INLINE Floats exp2_of(Floats x) {
     return p * (Floats)((Words)shifted << 23);
 }
 
-// An exponent, kept where exp2_of knows its power.
+// An exponent, kept where exp2_of knows its power; one that is no more than 0 by its nature.
 INLINE Floats exponent(Floats x) { return at_most(at_least(x, -127.0f), 127.0f); }
+INLINE Floats negative_exponent(Floats x) { return at_least(x, -127.0f); }
 
 // Relative error 2e-7: a polynomial near 0, where 1 - 2 / (e^2|x| + 1) would lose digits.
 INLINE Floats tanh_of(Floats x) {
@@ -135,6 +136,29 @@ INLINE Floats tanh_of(Floats x) {
 template <bool CAP>
 INLINE Floats capped(Floats x, float soft_cap) {
     return CAP ? soft_cap * tanh_of(x / soft_cap) : x;
+}
+
+// On how many threads so many elements are computed.
+inline int64_t num_parts(int64_t elements, int threads) {
+    return std::max<int64_t>(1, std::min<int64_t>(threads, elements / ELEMENTS_OF_A_THREAD + 1));
+}
+
+// work(part, begin, end) on even parts of `total`, each on a thread of its own.
+template <typename Work>
+void in_parts(int64_t total, int64_t parts, Work work) {
+    const int64_t size = (total + parts - 1) / parts;
+    std::vector<std::thread> others;
+    others.reserve(parts);
+    int64_t part = 0;
+    for (; (part + 1) * size < total; ++part) {
+        try {
+            others.emplace_back(work, part, part * size, (part + 1) * size);
+        } catch (const std::exception&) {  // no more threads are to be had: this one does the rest
+            break;
+        }
+    }
+    work(part, part * size, total);
+    for (std::thread& other : others) other.join();
 }
 
 // What a call is about, as ops/logprob.py has it.
@@ -157,11 +181,7 @@ struct Call {
         return targets[token] >= 0 && column >= 0 && column < num_valid ? column : -1;
     }
 
-    // On how many threads it is computed.
-    int64_t parts() const {
-        const int64_t useful = num_tokens * num_valid / ELEMENTS_OF_A_THREAD + 1;
-        return std::max<int64_t>(1, std::min<int64_t>(threads, useful));
-    }
+    int64_t parts() const { return num_parts(num_tokens * num_valid, threads); }
 };
 
 // [N, V_local] in one of the layouts; `stride` is from one row, or one column, to the next.
@@ -179,29 +199,12 @@ struct Matrix {
 template <typename T>
 using Logits = Matrix<const T>;
 
-// work(part, begin, end) on call.parts() even parts of `total`, each on a thread of its own.
-template <typename Work>
-void in_parts(int64_t total, const Call& call, Work work) {
-    const int64_t size = (total + call.parts() - 1) / call.parts();
-    std::vector<std::thread> others;
-    int64_t part = 0;
-    for (; (part + 1) * size < total; ++part) {
-        try {
-            others.emplace_back(work, part, part * size, (part + 1) * size);
-        } catch (const std::system_error&) {  // no more threads are to be had: this one does the rest
-            break;
-        }
-    }
-    work(part, part * size, total);
-    for (std::thread& other : others) other.join();
-}
-
 // Statistics of a token, `Statistics`, are kept of NUM logits (the policy's, and perhaps a reference's) and have
 //
-//     Sums              what a block adds up in fp32, lane by lane; add(shifts): of NUM vectors of (x - maximum) * scale
-//     maximum[NUM]      -inf while there are none
-//     raise(next[], scale)       to these maxima, where they are higher
-//     add(sums, lane)            a lane of a block's sums, taken about the present maxima
+//     Sums                    what a block adds up in fp32, lane by lane, of NUM vectors (x - maximum) * scale
+//     maximum[NUM]            -inf while there are none
+//     raise(next[], scale)    to these maxima, where they are higher
+//     add(sums, lane)         a lane of a block's sums, taken about the present maxima
 //     merge(other, scale)
 
 template <typename Statistics>
@@ -293,11 +296,11 @@ template <bool CAP, typename Statistics, typename T>
 std::vector<Statistics> statistics_of(const Logits<T>* logits, const Call& call) {
     std::vector<Statistics> found((call.columns ? call.parts() : 1) * call.num_tokens);
     if (call.columns)
-        in_parts(call.num_valid, call, [&](int64_t part, int64_t begin, int64_t end) {
+        in_parts(call.num_valid, call.parts(), [&](int64_t part, int64_t begin, int64_t end) {
             statistics_of_columns<CAP>(logits, begin, end, call, found.data() + part * call.num_tokens);
         });
     else
-        in_parts(call.num_tokens, call, [&](int64_t, int64_t begin, int64_t end) {
+        in_parts(call.num_tokens, call.parts(), [&](int64_t, int64_t begin, int64_t end) {
             for (int64_t token = begin; token < end; ++token)
                 if (call.targets[token] >= 0) statistics_of_row<CAP>(logits, token, call, found[token]);
         });
@@ -316,13 +319,13 @@ float target_of(const Logits<T>& logits, int64_t token, const Call& call) {
     return column < 0 ? NOTHING : capped<CAP>(load(logits.at(token, column), 1), call.soft_cap)[0];
 }
 
-// The gradient of a token's values in its capped logits is, but for the target's, a function of the logits' elements and
-// of some constants of the token. `Slopes` has
+// The gradient of a token's values in its capped logits is, but for the target's, a function of the logits' elements
+// and of some constants of the token. `Slopes` has
 //
-//     NUM, CONSTANTS             how many logits, how many constants
-//     constants(token, to[])     those of a token
-//     at_target(token)           what the target's gradient has more
-//     of(x[], constants[], scale)
+//     NUM, CONSTANTS                 how many logits, how many constants
+//     constants(token, to[])         those of a token
+//     at_target(token)               what the target's gradient has more
+//     of(x[], constants[], scale)    the function
 
 template <bool CAP, typename Slopes>
 INLINE Floats gradient(const Floats* logits, const Floats* constants, const Call& call, float at_target = 0.0f) {
@@ -402,11 +405,11 @@ void backward(const Matrix<T>& out, const Logits<T>* logits, int64_t width, cons
         at_targets[token] = gradient<CAP, Slopes>(x, own.constants, call, slopes.at_target(token))[0];
     }
     if (call.columns)
-        in_parts(call.num_valid, call, [&](int64_t, int64_t begin, int64_t end) {
+        in_parts(call.num_valid, call.parts(), [&](int64_t, int64_t begin, int64_t end) {
             backward_of_columns<CAP>(out, logits, begin, end, call, slopes);
         });
     else
-        in_parts(call.num_tokens, call, [&](int64_t, int64_t begin, int64_t end) {
+        in_parts(call.num_tokens, call.parts(), [&](int64_t, int64_t begin, int64_t end) {
             for (int64_t token = begin; token < end; ++token) backward_of_row<CAP>(out, logits, token, call, slopes);
         });
     for (int64_t token = 0; token < call.num_tokens; ++token) {

@@ -13,7 +13,7 @@ struct Statistics {
         Floats sum = {}, weighted = {};
 
         INLINE void add(const Floats* shifts) {
-            const Floats shift = exponent(shifts[0]);
+            const Floats shift = negative_exponent(shifts[0]);
             const Floats power = exp2_of(shift);
             sum += power;
             weighted += power * shift;

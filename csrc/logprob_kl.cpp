@@ -16,11 +16,11 @@ struct Statistics {
         Floats sum = {}, weighted = {}, ref_sum = {}, difference = {};
 
         INLINE void add(const Floats* shifts) {
-            const Floats shift = exponent(shifts[0]), ref_shift = at_least(shifts[1], LOWEST_REF_SHIFT);
+            const Floats shift = negative_exponent(shifts[0]), ref_shift = at_least(shifts[1], LOWEST_REF_SHIFT);
             const Floats power = exp2_of(shift);
             sum += power;
             weighted += power * shift;
-            ref_sum += exp2_of(exponent(ref_shift));
+            ref_sum += exp2_of(negative_exponent(ref_shift));
             difference += power * (shift - ref_shift);
         }
     };

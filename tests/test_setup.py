@@ -65,12 +65,11 @@ def test_a_library_for_every_op_and_level(tmp_path):
     cxx = compiler(tmp_path / "cxx", WRITES_ITS_OUTPUT)
     built, _ = build(tmp_path / "build", MEGARL_BUILD_CPU="1", CXX=f"{cxx} --first")
     assert built == sorted(
-        f"lib{op}_cpu_{level}.so" for op in ("logprob", "logprob_kl") for level in ("avx512", "avx2")
+        f"lib{op}_cpu_{level}.so" for op in ("logprob", "logprob_kl", "linear_logprob") for level in ("avx512", "avx2")
     )
     said = Path(f"{cxx}.arguments").read_text().splitlines()
-    assert [line.split()[0] for line in said] == ["--first"] * 4 and sum(
-        "-march=x86-64-v4" in line for line in said
-    ) == 2
+    assert [line.split()[0] for line in said] == ["--first"] * 6
+    assert sum("-march=x86-64-v4" in line for line in said) == sum("-march=x86-64-v3" in line for line in said) == 3
 
 
 def test_cuda_sources_are_compiled_where_torch_and_nvcc_are(tmp_path):

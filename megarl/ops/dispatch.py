@@ -71,11 +71,11 @@ def dispatched(op: str, reference: Callable) -> Callable:
 def _found(device_type: str) -> Path:
     """The best path that is installed."""
     if device_type == "cpu":
-        from megarl.csrc import logprob_cpu, logprob_kl_cpu
+        from megarl.csrc import linear_logprob_cpu, logprob_cpu, logprob_kl_cpu
 
-        if logprob_cpu.library() is not None and logprob_kl_cpu.library() is not None:
+        kernels = {"logprob": logprob_cpu, "logprob_kl": logprob_kl_cpu, "linear_logprob": linear_logprob_cpu}
+        if all(of_op.library() is not None for of_op in kernels.values()):
             log.info("log-prob kernels: C++ (csrc/*.cpp)")
-            kernels = {"logprob": logprob_cpu, "logprob_kl": logprob_kl_cpu}
             return Path("C++", kernels, tuple(logprob_cpu.DTYPES), columns=True)
         log.info("log-prob kernels: torch operations; where a C++ compiler is, installing megarl builds faster ones")
         return TORCH

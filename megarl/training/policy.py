@@ -215,7 +215,8 @@ class Policy(MegatronModel):
         else:
             inputs = (output,) if reference is None else (output, (micro.ref_hidden, reference.output_weight))
             op = logprob_and_entropy if reference is None else logprob_entropy_and_kl
-            values = op(*inputs, next_tokens(micro), group, temperature, vocab_size)
+            # Nobody reads a micro-batch's logits after their gradient: it may lie over them.
+            values = op(*inputs, next_tokens(micro), group, temperature, vocab_size, inplace_backward=True)
         return _by_name(values, micro)
 
     def _loss_in_the_forward(

@@ -8,7 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.csrc import logprob, logprob_cpu, logprob_cuda, logprob_kl, logprob_kl_cpu, logprob_kl_cuda
+from megarl.csrc import (
+    linear_logprob_cpu,
+    logprob,
+    logprob_cpu,
+    logprob_cuda,
+    logprob_kl,
+    logprob_kl_cpu,
+    logprob_kl_cuda,
+)
 from megarl.ops import dispatch
 from megarl.ops.logprob import logprob_and_entropy, reference_local_statistics
 
@@ -42,17 +50,18 @@ def test_the_best_that_is_installed_is_taken(monkeypatch, caplog, compiled, trit
     assert [said in message for message in caplog.messages] == [True]  # once
 
 
-@pytest.mark.parametrize("built", ["both", "one", None])
+@pytest.mark.parametrize("built", ["all", "two", None])
 def test_what_is_built_for_a_cpu_is_taken(monkeypatch, caplog, built):
-    monkeypatch.setattr(logprob_cpu, "library", lambda: object() if built else None)
-    monkeypatch.setattr(logprob_kl_cpu, "library", lambda: object() if built == "both" else None)
+    kernels = {"logprob": logprob_cpu, "logprob_kl": logprob_kl_cpu, "linear_logprob": linear_logprob_cpu}
+    for op, of_op in kernels.items():
+        there = built == "all" or (built == "two" and op != "logprob_kl")
+        monkeypatch.setattr(of_op, "library", lambda there=there: object() if there else None)
     caplog.set_level(logging.INFO)
     for _ in range(2):
         path = dispatch.path(torch.device("cpu"), torch.bfloat16)
-    kernels = {"logprob": logprob_cpu, "logprob_kl": logprob_kl_cpu}
-    assert path == (dispatch.Path("C++", kernels, CPU_TYPES, columns=True) if built == "both" else dispatch.TORCH)
+    assert path == (dispatch.Path("C++", kernels, CPU_TYPES, columns=True) if built == "all" else dispatch.TORCH)
     assert dispatch.path(torch.device("cpu"), torch.float16) is dispatch.TORCH
-    said = "C++ (csrc/*.cpp)" if built == "both" else "where a C++ compiler is"
+    said = "C++ (csrc/*.cpp)" if built == "all" else "where a C++ compiler is"
     assert [said in message for message in caplog.messages] == [True]  # once
 
 

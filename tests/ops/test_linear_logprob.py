@@ -106,6 +106,31 @@ def test_values_and_gradients_are_the_definition(function, dtype, temperature, s
     assert not found[3][inputs[2] < 0].any() and not found[4][VALID:].any()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@MODES
+@pytest.mark.parametrize("with_main_grad", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_on_a_gpu_it_is_the_definition(function, dtype, with_main_grad):
+    hidden, weight, targets = (x.cuda() for x in case(dtype))
+
+    def token_loss(logprob, entropy, places):
+        return (places + 1) / TOKENS * logprob - 0.3 * entropy
+
+    expected = of_definition(hidden, weight, targets, token_loss, temperature=0.7)
+    hidden.requires_grad_()
+    weight = parameter(weight) if with_main_grad else weight.requires_grad_()
+    options = {"temperature": 0.7, "vocab_size": VALID, "chunk_tokens": 6}
+    loss, *values = function(hidden, weight, targets, token_loss, **options)
+    loss.backward()
+    of_weight = weight.main_grad - 0.25 if with_main_grad else weight.grad
+    value_tolerance, grad_tolerance = TOLERANCE[dtype]
+    for found, exact in zip(values, expected[1:3], strict=True):
+        torch.testing.assert_close(found.double(), exact, atol=value_tolerance, rtol=0)
+    for found, exact in zip((hidden.grad, of_weight), expected[3:], strict=True):
+        torch.testing.assert_close(found.double(), exact, atol=grad_tolerance, rtol=grad_tolerance)
+
+
 def test_gradcheck():
     hidden, weight, targets = case(torch.float64)
     hidden, weight, targets = hidden[:5, :4].clone(), weight[:11, :4].clone(), targets[:5] % 9
@@ -195,7 +220,7 @@ def test_logits_live_only_as_a_chunk(function):
 def parameter(weight, main_grad_dtype=torch.float32, **marks):
     """A weight as Megatron's DistributedDataParallel leaves it."""
     weight = torch.nn.Parameter(weight.clone())
-    weight.main_grad = torch.full(weight.shape, 0.25, dtype=main_grad_dtype)
+    weight.main_grad = torch.full_like(weight, 0.25, dtype=main_grad_dtype, requires_grad=False)
     weight.grad_added_to_main_grad = False
     for name, value in marks.items():
         setattr(weight, name, value)
