@@ -17,7 +17,7 @@ help: ## list the targets
 setup: .venv/setup-done ## prepare .venv for the CPU (PYTHON=python3.11)
 	@:
 
-.venv/setup-done: requirements/cpu.txt requirements/setup.sh setup.py csrc/compile.py $(wildcard csrc/*.cpp)
+.venv/setup-done: requirements/cpu.txt requirements/setup.sh setup.py csrc/compile.py $(wildcard csrc/*.cpp csrc/*.h)
 	@PYTHON='$(PYTHON)' requirements/setup.sh
 	@touch $@
 

@@ -206,7 +206,7 @@ def report(title: str, results: list[dict], missing: dict[str, str], load_before
         table.add_column(heading, justify="left" if heading in ("peer", "mode") else "right")
     for row in results:
         shown = [
-            f"{row.get(key) or 0:{form}}"
+            "" if row.get(key) is None else f"{row[key]:{form}}"
             for key, form in (("seconds", ".4f"), ("fastest", ".4f"), ("extra_mib", ".0f"))
         ]
         errors = ["" if row.get(key) is None else f"{row[key]:.1e}" for key in ERRORS]

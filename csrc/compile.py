@@ -14,9 +14,12 @@ from pathlib import Path
 # A100 and its like, H100 and H200; newer devices compile the PTX of the last when they first load it.
 ARCHITECTURES = ("80", "90")
 
-# torch.backends.cpu.get_cpu_capability() -> what its processors have at least. Without AVX2 torch's own operations are
+# torch.backends.cpu.get_cpu_capability() -> what it looks for in a processor. Without AVX2 torch's own operations are
 # faster than these kernels.
-CPU_LEVELS = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
+CPU_LEVELS = {
+    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
+    "AVX2": ("-mavx2", "-mfma"),
+}
 
 
 def find_nvcc() -> str | None:
@@ -46,7 +49,10 @@ def command(nvcc: str, source: Path, library: Path, architectures: list[str]) ->
 def find_cpp() -> list[str] | None:
     """The command of the C++ compiler for this processor: CXX ("ccache g++"), or c++ on PATH; None where there are no
     kernels for the processor."""
-    command = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    try:
+        command = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    except ValueError:  # an open quotation: no command
+        return None
     if platform.machine() not in ("x86_64", "AMD64") or shutil.which(command[0]) is None:
         return None
     return command
@@ -66,7 +72,7 @@ def digest(source: Path) -> str:
 def cpu_command(compiler: list[str], source: Path, library: Path, level: str) -> list[str]:
     """What compiles `source` to `library` for processors of that level."""
     return [
-        *compiler, "-O3", "-std=c++17", f"-march={CPU_LEVELS[level]}", "-fno-math-errno", "-fno-trapping-math",
+        *compiler, "-O3", "-std=c++17", *CPU_LEVELS[level], "-fno-math-errno", "-fno-trapping-math",
         "-shared", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi",
         f'-DMEGARL_DIGEST="{digest(source)}"', "-o", str(library), str(source),
     ]  # fmt: skip

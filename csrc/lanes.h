@@ -415,8 +415,10 @@ void backward(const Matrix<T>& out, const Logits<T>* logits, int64_t width, cons
     for (int64_t token = 0; token < call.num_tokens; ++token) {
         const int64_t column = call.own_column(token);
         if (column >= 0) store(out.at(token, column), all(at_targets[token]), 1);
-        for (int64_t padded = call.num_valid; padded < width; ++padded) *out.at(token, padded) = T{};
+        if (!call.columns) std::memset(out.at(token, call.num_valid), 0, (width - call.num_valid) * sizeof(T));
     }
+    for (int64_t padded = call.num_valid; call.columns && padded < width; ++padded)
+        std::memset(out.at(0, padded), 0, call.num_tokens * sizeof(T));
 }
 
 // run(a null T*) for libraries.py's number of a type. Returns what the exported functions return: 0; 1 for a type that

@@ -79,6 +79,12 @@ def columns_in_one_piece(logits: torch.Tensor) -> bool:
     return logits.stride(1) != 1 and logits.stride(0) == 1
 
 
+def can_be_written(out: torch.Tensor, columns: int) -> bool:
+    """Are a gradient's rows, or columns, in one piece each, and none over another? Anything else is torch's to copy."""
+    length = out.shape[0 if columns else 1]
+    return out.stride(0 if columns else 1) == 1 and (out.shape[columns] <= 1 or out.stride(columns) >= length)
+
+
 def rows(logits: torch.Tensor) -> torch.Tensor:
     """Logits [N, V_local] whose rows can be read by address."""
     return logits if logits.stride(1) == 1 else logits.contiguous()

@@ -4,12 +4,10 @@
 #include "lanes.h"
 
 // sums[i] += product[i]. Returns what logprob.cpp's functions do.
-EXPORTED int megarl_linear_logprob_add_cpu(float* sums, const void* product, int dtype, int64_t size, int threads) {
+EXPORTED int megarl_linear_logprob_add_cpu(float* sums, const void* product, int dtype, int64_t size) {
     return with_type(dtype, [&](auto* typed) {
         const auto* from = static_cast<const std::remove_pointer_t<decltype(typed)>*>(product);
-        in_parts((size + LANES - 1) / LANES, num_parts(size, threads), [&](int64_t, int64_t begin, int64_t end) {
-            for (int64_t i = begin * LANES; i < end * LANES; i += LANES)
-                store(sums + i, load(sums + i, size - i) + load(from + i, size - i), size - i);
-        });
+        for (int64_t i = 0; i < size; i += LANES)
+            store(sums + i, load(sums + i, size - i) + load(from + i, size - i), size - i);
     });
 }

@@ -14,7 +14,7 @@ from megarl.csrc.logprob_cpu import DTYPES
 
 SOURCE = Path(__file__).with_name("linear_logprob.cpp")
 
-_SIGNATURES = {"megarl_linear_logprob_add_cpu": [ADDRESS, ADDRESS, INT, LONG, INT]}
+_SIGNATURES = {"megarl_linear_logprob_add_cpu": [ADDRESS, ADDRESS, INT, LONG]}
 
 # Rows of one product, which is added while it is in a core's cache: 0.9 MiB at H 896.
 _TILE = 512
@@ -49,7 +49,9 @@ def add_weight_gradient(out: torch.Tensor, grad_logits: torch.Tensor, hidden: to
     for start in range(0, len(out), _TILE):
         sums = out[start : start + _TILE]
         product = torch.mm(grad_logits[:, start : start + _TILE].t(), hidden, out=tile[: len(sums)])
-        libraries.call_cpu(
-            library(), "megarl_linear_logprob_add_cpu", sums.data_ptr(), product.data_ptr(), DTYPES[product.dtype],
-            product.numel(),
-        )  # fmt: skip
+        if torch.get_num_threads() > 1:  # torch's are awake from the product; others would have to be started
+            sums.add_(product)
+            continue
+        arguments = (sums.data_ptr(), product.data_ptr(), DTYPES[product.dtype], product.numel())
+        code = library().megarl_linear_logprob_add_cpu(*arguments)
+        assert code == 0, code

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from megarl.csrc import libraries
-from megarl.csrc.libraries import ADDRESS, DOUBLE, INT, LONG, check_gradient
+from megarl.csrc.libraries import ADDRESS, DOUBLE, INT, LONG
 
 SOURCE = Path(__file__).with_name("logprob.cpp")
 DTYPES = {dtype: libraries.DTYPES[dtype] for dtype in (torch.float32, torch.bfloat16)}
@@ -55,14 +55,16 @@ def backward_into(
     first: int,
     num_valid: int,
 ) -> None:
-    """As ops.logprob.reference_backward_into. out and logits may be the same tensor; else out's rows must be in one
-    piece."""
+    """As ops.logprob.reference_backward_into. out and logits may be the same tensor."""
     columns = int(libraries.columns_in_one_piece(logits) and out.stride() == logits.stride())
-    if not columns:
-        check_gradient(out)
-        logits = libraries.rows(logits)
+    logits = logits if columns else libraries.rows(logits)
     num_tokens, width = logits.shape
     rows = [targets, maximum, log_sum, entropy, grad_logprob, grad_entropy]
+    if not libraries.can_be_written(out, columns):
+        gradient = torch.empty_like(out, memory_format=torch.contiguous_format)
+        backward_into(gradient, logits, *rows, temperature, soft_cap, first, num_valid)
+        out.copy_(gradient)
+        return
     rows = [None if row is None else row.contiguous() for row in rows]
     _call(
         "megarl_logprob_backward_cpu", out.data_ptr(), out.stride(columns), logits.data_ptr(), logits.stride(columns),

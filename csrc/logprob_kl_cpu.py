@@ -7,10 +7,12 @@ from pathlib import Path
 import torch
 
 from megarl.csrc import libraries
-from megarl.csrc.libraries import ADDRESS, DOUBLE, INT, LONG, check_gradient
+from megarl.csrc.libraries import ADDRESS, DOUBLE, INT, LONG
 from megarl.csrc.logprob_cpu import DTYPES
 
 SOURCE = Path(__file__).with_name("logprob_kl.cpp")
+
+_CHUNK_ELEMENTS = 1 << 20  # of logits that are copied to fp32: 4 MiB
 
 _SCALES = [DOUBLE, DOUBLE, INT]  # temperature, soft-cap, threads
 _SIGNATURES = {
@@ -34,8 +36,12 @@ def local_statistics(
     first: int,
     num_valid: int,
 ) -> torch.Tensor:
-    """As ops.logprob_kl.reference_local_statistics, for bf16 and fp32 logits on a CPU; a reference's logits of another
-    type are copied to fp32, and so are then the policy's."""
+    """As ops.logprob_kl.reference_local_statistics, for bf16 and fp32 logits on a CPU; logits of two types are copied
+    to fp32, a chunk of tokens at a time."""
+    if logits.dtype != ref_logits.dtype:
+        given, options = (logits, ref_logits, targets), (temperature, soft_cap, first, num_valid)
+        chunks = [[of_all[rows] for of_all in given] for rows in _chunks(logits)]
+        return torch.cat([local_statistics(x.float(), w.float(), y, *options) for x, w, y in chunks], dim=1)
     logits, ref_logits, columns = _alike(logits, ref_logits)
     targets = targets.contiguous()
     statistics = torch.empty((7, len(targets)), dtype=torch.float32)
@@ -59,17 +65,22 @@ def backward_into(
     first: int,
     num_valid: int,
 ) -> None:
-    """As ops.logprob_kl.reference_backward_into. out and logits may be the same tensor; else out's rows must be in one
-    piece."""
+    """As ops.logprob_kl.reference_backward_into. out and logits may be the same tensor."""
+    options = (temperature, soft_cap, first, num_valid)
     if logits.dtype != ref_logits.dtype:
-        wide, ref_wide, _ = _alike(logits, ref_logits)
-        backward_into(wide, wide, ref_wide, targets, merged, upstream, temperature, soft_cap, first, num_valid)
-        out.copy_(wide)
+        for rows in _chunks(logits):
+            wide = logits[rows].to(torch.float32, copy=True)
+            of_rows = (targets[rows], merged[:, rows], upstream[:, rows])
+            backward_into(wide, wide, ref_logits[rows].float(), *of_rows, *options)
+            out[rows] = wide
         return
     in_rows = out.stride() != logits.stride()
     logits, ref_logits, columns = _alike(logits, ref_logits, in_rows)
-    if not columns:
-        check_gradient(out)
+    if not libraries.can_be_written(out, columns):
+        gradient = torch.empty_like(out, memory_format=torch.contiguous_format)
+        backward_into(gradient, logits, ref_logits, targets, merged, upstream, *options)
+        out.copy_(gradient)
+        return
     rows = [targets.contiguous(), merged.contiguous(), upstream.float().contiguous()]
     num_tokens, width = logits.shape
     _call(
@@ -79,12 +90,15 @@ def backward_into(
     )  # fmt: skip
 
 
+def _chunks(logits: torch.Tensor) -> list[slice]:
+    rows = max(1, _CHUNK_ELEMENTS // max(logits.shape[1], 1))
+    return [slice(start, start + rows) for start in range(0, max(len(logits), 1), rows)]
+
+
 def _alike(
     logits: torch.Tensor, ref_logits: torch.Tensor, in_rows: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Both logits in one type and layout, and 1 where that is columns in one piece."""
-    if logits.dtype != ref_logits.dtype:
-        logits, ref_logits = logits.float(), ref_logits.float()
+    """Both logits in one layout, and 1 where that is columns in one piece."""
     if not in_rows and all(map(libraries.columns_in_one_piece, (logits, ref_logits))):
         return logits, ref_logits, 1
     return libraries.rows(logits), libraries.rows(ref_logits), 0

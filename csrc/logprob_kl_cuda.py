@@ -70,7 +70,7 @@ def backward_into(
     """As ops.logprob_kl.reference_backward_into. out and logits may be the same; out's rows must be contiguous."""
     columns = (temperature, soft_cap, first, num_valid)
     if logits.dtype != ref_logits.dtype:
-        wide = logits.float()
+        wide = logits.to(torch.float32, copy=True)
         backward_into(wide, wide, ref_logits.float(), targets, merged, upstream, *columns)
         out.copy_(wide)
         return

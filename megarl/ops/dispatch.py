@@ -77,7 +77,10 @@ def _found(device_type: str) -> Path:
         if all(of_op.library() is not None for of_op in kernels.values()):
             log.info("log-prob kernels: C++ (csrc/*.cpp)")
             return Path("C++", kernels, tuple(logprob_cpu.DTYPES), columns=True)
-        log.info("log-prob kernels: torch operations; where a C++ compiler is, installing megarl builds faster ones")
+        log.info(
+            "log-prob kernels: torch operations; faster ones are for x86-64 with AVX2, and built where megarl is "
+            "installed with a C++ compiler (`pip install -v` says what is amiss)"
+        )
         return TORCH
     if device_type != "cuda":
         log.info("log-prob kernels: torch operations; there are no kernels for a %s", device_type)

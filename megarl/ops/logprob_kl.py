@@ -19,7 +19,7 @@ The reference's logits are given, or made of its hidden states and weight a chun
 and again in the backward: a matrix product (2 N V_local K FLOP) for each, and nothing of [N, V_local] is stored.
 
 Bytes per element of [N, V] in bf16: 4 forward, 10 forward and backward. A column that the reference masks (-inf) and
-the policy does not has an infinite KL; it comes out as about 1e30 times its probability.
+the policy does not has an infinite KL; it comes out as 1e30 times its probability, or a few times that.
 """
 
 from __future__ import annotations

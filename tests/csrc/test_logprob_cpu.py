@@ -6,7 +6,7 @@ import subprocess
 import pytest
 import torch
 
-from megarl.csrc import compile, libraries, logprob_cpu, logprob_kl_cpu
+from megarl.csrc import compile, libraries, linear_logprob_cpu, logprob_cpu, logprob_kl_cpu
 from megarl.ops import logprob as ops
 from tests.csrc import cpu_build
 from tests.csrc import logprob_cases as cases
@@ -116,13 +116,36 @@ def test_rounding_to_bf16_is_torch_s(kernels):
     assert torch.equal(gradient[:, 0], halfway.bfloat16())
 
 
+@pytest.mark.parametrize("in_columns", [False, True])
+@pytest.mark.parametrize("dtype", logprob_cpu.DTYPES, ids=str)
+def test_nothing_else_is_written(kernels, in_columns, dtype):
+    """Around the gradient, and, out of place, in the logits."""
+    generator = torch.Generator().manual_seed(2)
+    large = torch.randn(2, 45, 45, generator=generator).to(dtype)
+    large = large.transpose(1, 2) if in_columns else large
+    before, targets = large.clone(), torch.randint(0, 30, (21,), generator=generator)
+    logits, out = large[:, 3:24, 5:36]
+    rows = torch.rand(5, 21, generator=generator)
+    kernels.backward_into(out, logits, targets, *rows, 1.0, None, 0, 29)
+    assert torch.equal(large[0], before[0]) and not out[:, 29:].any()
+    out.copy_(before[1, 3:24, 5:36])
+    assert torch.equal(large, before)
+
+
 def test_strides_that_are_neither_rows_nor_columns(kernels):
     logits = torch.randn(12, 5, 2, generator=torch.Generator().manual_seed(1))[:, :, 0]
     targets = torch.stack([torch.arange(12) % 5, torch.zeros(12, dtype=torch.int64)], dim=1)[:, 0]
     found = kernels.local_statistics(logits, targets, 1.0, None, 0, 5)
     torch.testing.assert_close(found, ops.reference_local_statistics(logits, targets, 1.0, None, 0, 5))
-    with pytest.raises(ValueError, match=r"must end in 1: call .contiguous\(\)"):
-        kernels.backward_into(logits, logits, targets, *torch.zeros(5, 12), 1.0, None, 0, 5)
+    of_columns, rows = columns(logits), torch.rand(5, 12, generator=torch.Generator().manual_seed(3))
+    expected = torch.empty_like(logits)
+    ops.reference_backward_into(expected, logits, targets, *rows, 1.0, None, 0, 5)
+    for out, own in [(logits.clone(), of_columns), (of_columns.clone(), logits.clone()), (logits, logits)]:
+        kernels.backward_into(out, own, targets, *rows, 1.0, None, 0, 5)
+        torch.testing.assert_close(out, expected)
+    over_itself = torch.randn(5).expand(12, 5)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        kernels.backward_into(over_itself, over_itself, targets, *rows, 1.0, None, 0, 5)
 
 
 def test_no_tokens_and_no_columns(kernels):
@@ -160,4 +183,5 @@ def test_a_library_of_another_source_is_not_used(tmp_path, caplog):
 def test_the_installed_megarl_has_them():
     """`make setup` has built them: they are what CI and every laptop runs."""
     if torch.backends.cpu.get_cpu_capability() in compile.CPU_LEVELS:
-        assert logprob_cpu.library() is not None and logprob_kl_cpu.library() is not None
+        built = [of_op.library() is not None for of_op in (logprob_cpu, logprob_kl_cpu, linear_logprob_cpu)]
+        assert all(built), "install megarl again, without MEGARL_BUILD_CPU=0: `make clean setup`"

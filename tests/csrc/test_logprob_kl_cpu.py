@@ -98,10 +98,13 @@ def test_what_only_the_reference_masks_has_a_huge_kl(kernels, functions):
     torch.testing.assert_close(kl[[0, 2, 3]].double(), exact[[0, 2, 3]], atol=1e-5, rtol=0)
 
 
-def test_logits_of_two_types_and_layouts(kernels):
+def test_logits_of_two_types_and_layouts(kernels, monkeypatch):
     logits, ref_logits, targets, arguments = cases.inputs("1000 bf16")
     merged_and_upstream = cases.merged_and_upstream()
+    monkeypatch.setattr(logprob_kl_cpu, "_CHUNK_ELEMENTS", 2500)
     for own, others in [
+        (logits.float(), ref_logits),
+        (logits.float(), ref_logits.double()),
         (logits, ref_logits.float()),
         (logits, ref_logits.half()),
         (columns(logits), ref_logits),
@@ -111,10 +114,11 @@ def test_logits_of_two_types_and_layouts(kernels):
         found = kernels.local_statistics(own, others, targets, *arguments)
         expected = ops.reference_local_statistics(own, others, targets, *arguments)
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-6)
-        gradients = torch.full((2, *logits.shape), torch.nan, dtype=logits.dtype)
+        gradients, before = torch.full((2, *own.shape), torch.nan, dtype=own.dtype), own.clone()
         for into, gradient in zip((kernels.backward_into, ops.reference_backward_into), gradients, strict=True):
             into(gradient, own, others, targets, *merged_and_upstream, *arguments)
         torch.testing.assert_close(gradients[0], gradients[1], atol=4e-6, rtol=GRAD_TOLERANCE["bf16"])
+        torch.testing.assert_close(own, before, equal_nan=True, rtol=0, atol=0)
 
 
 def test_another_type_is_an_error_code(kernels):

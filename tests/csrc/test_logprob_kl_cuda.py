@@ -64,6 +64,7 @@ def variants() -> list[tuple[str, torch.Tensor, torch.Tensor]]:
         "the logits' rows": (nothing, shifted(logits, 3), ref_logits),
         "the gradient's rows": (shifted(nothing, 5), logits, ref_logits),
         "a reference in fp32": (nothing, logits, ref_logits.float()),
+        "logits in fp32": (nothing.float(), logits.float(), ref_logits),
         "strided logits": (nothing, logits.T.contiguous().T, ref_logits.T.contiguous().T),
     }
     found = []
@@ -72,9 +73,11 @@ def variants() -> list[tuple[str, torch.Tensor, torch.Tensor]]:
             f(own, others, targets, *columns)
             for f in (logprob_kl_cuda.local_statistics, ops.reference_local_statistics)
         ]
-        gradients = [out.clone() if out.is_contiguous() else shifted(out, 5), nothing.clone()]
+        gradients = [out.clone() if out.is_contiguous() else shifted(out, 5), torch.full_like(own, torch.nan)]
+        before = own.clone()
         for into, gradient in zip((logprob_kl_cuda.backward_into, ops.reference_backward_into), gradients, strict=True):
             into(gradient, own, others, targets, *merged_and_upstream, *columns)
+        torch.testing.assert_close(own, before, equal_nan=True, rtol=0, atol=0)
         found += [(f"{name}: statistics", *statistics), (f"{name}: gradient", *gradients)]
     return found
 
