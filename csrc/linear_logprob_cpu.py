@@ -1,8 +1,6 @@
-"""What linear_logprob.py has of its own on a CPU: the weight gradient with linear_logprob.cpp, which setup.py builds as
-liblinear_logprob_cpu_*.so, and the memory of a chunk of logits."""
+"""The weight gradient with linear_logprob.cpp; in liblinear_logprob_cpu_*.so, which setup.py builds."""
 
 import ctypes
-import mmap
 from functools import cache
 from pathlib import Path
 
@@ -24,23 +22,6 @@ _TILE = 512
 def library() -> ctypes.CDLL | None:
     """As logprob_cpu.library."""
     return libraries.load_cpu(SOURCE, _SIGNATURES)
-
-
-def buffer(like: torch.Tensor, size: int) -> torch.Tensor:
-    """[size] of `like`'s type, on large pages where Linux gives some: a page fault per 2 MiB, not one per 4 KiB."""
-    values = like.new_empty(size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        first = -(-values.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = max(0, (values.data_ptr() + values.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE)
-        _libc().madvise(first, length, mmap.MADV_HUGEPAGE)  # advice: a kernel without large pages refuses it
-    return values
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None)
-    libc.madvise.argtypes = [ADDRESS, ctypes.c_size_t, INT]
-    return libc
 
 
 def add_weight_gradient(out: torch.Tensor, grad_logits: torch.Tensor, hidden: torch.Tensor) -> None:

@@ -393,18 +393,13 @@ def _chunks_of_logits(hidden, weight, ref_hidden, ref_weight, head: _Head):
     num_chunks = -(-num_tokens // head.chunk_tokens)
     size = -(-num_tokens // max(num_chunks, 1))  # even ones: a short last chunk would leave a slow product
     columns = dispatch.path(hidden.device, hidden.dtype).columns
-    buffer = _buffer(hidden, size * len(weight))
-    ref_buffer = _buffer(ref_hidden, size * len(weight)) if head.has_reference else None
+    buffer = hidden.new_empty(size * len(weight))
+    ref_buffer = ref_hidden.new_empty(size * len(weight)) if head.has_reference else None
     for start in range(0, num_tokens, max(size, 1)):
         rows = slice(start, min(start + size, num_tokens))
         logits = _product(hidden[rows], weight.detach(), buffer, columns)
         ref_logits = _product(ref_hidden[rows], ref_weight, ref_buffer, columns) if head.has_reference else None
         yield rows, logits, ref_logits
-
-
-def _buffer(like: torch.Tensor, size: int) -> torch.Tensor:
-    kernels = dispatch.path(like.device, like.dtype).kernels.get("linear_logprob")
-    return like.new_empty(size) if kernels is None else kernels.buffer(like, size)
 
 
 def _product(hidden: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor, columns: bool) -> torch.Tensor:

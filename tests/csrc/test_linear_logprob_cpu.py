@@ -32,13 +32,5 @@ def test_the_weight_gradient_is_the_reference_s(kernels, hidden_size, vocab, in_
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=2.0**-8)  # products are rounded to bf16
 
 
-def test_a_buffer_is_memory_like_any_other(kernels):
-    like = torch.empty(3, dtype=torch.bfloat16)
-    for size in (0, 1, 5000, 3 << 20):
-        buffer = kernels.buffer(like, size)
-        assert buffer.shape == (size,) and buffer.dtype == like.dtype
-        assert buffer.fill_(2).float().sum() == 2 * size
-
-
 def test_another_type_is_an_error_code(kernels):
     assert kernels.library().megarl_linear_logprob_add_cpu(None, None, 1, 0) == 1
